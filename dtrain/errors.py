@@ -34,7 +34,8 @@ ELSEWHERE = {
     "schedule": "scheduler lr_scheduler lr_schedule lr_scheduler_type scheduler.type scheduler.name scheduler_type",
     "schedule.warmup_steps": "warmup num_warmup_steps warmup_iters lr_warmup_steps",
     "precision": "dtype mixed_precision torch_dtype",
-    "strategy": "distributed_strategy parallelism parallel distributed backend",
+    "strategy": "distributed_strategy fsdp_sharding_strategy sharding_strategy parallelism parallel distributed "
+    "backend",
     "strategy.tp": "tensor_parallel_size tensor_model_parallel_size tp_size",
     "strategy.pp": "pipeline_parallel_size pipeline_model_parallel_size pp_size",
     "checkpoint.every": "save_every save_steps save_interval checkpoint_every checkpoint_interval every_n_train_steps",
@@ -45,9 +46,10 @@ ELSEWHERE = {
     "lora.rank": "lora_r lora_rank",
     "lora.alpha": "lora_alpha",
     "logger": "report_to tracker",
-    "run_dir": "output_dir out_dir save_dir log_dir default_root_dir output logging_dir checkpoint_dir ckpt_dir",
+    "run_dir": "output_dir out_dir save_dir log_dir default_root_dir output logging_dir checkpoint_dir ckpt_dir "
+    "checkpoint.dir checkpoint.folder",
     "name": "run_name experiment_name exp_name",
-    "resume": "resume_from_checkpoint resume_from",
+    "resume": "resume_from_checkpoint resume_from load_checkpoint checkpoint.load checkpoint.path checkpoint.resume",
     "init_from": "pretrained pretrained_model_name_or_path checkpoint_path ckpt_path ckpt load_from",
     "model.num_layers": "n_layer n_layers num_hidden_layers",
     "model.num_heads": "n_head n_heads num_attention_heads",
@@ -59,7 +61,7 @@ ELSEWHERE = {
     "hooks.early_stop.patience": "patience early_stopping_patience early_stop_patience",
     "loss": "criterion loss_fn loss_function objective",
     "checkpoint.keep_best": "monitor metric_for_best_model",
-    "model": "arch net model_name model_name_or_path",
+    "model": "arch architecture net model_name model_type model_name_or_path",
 }
 # The same for what dtrain measures in another way: what to type, the names, and how to get from one to the other.
 OTHERWISE = {
@@ -93,7 +95,10 @@ OTHERWISE = {
         "gradient_checkpointing activation_checkpoint use_checkpoint recompute",
         "or ops, or selective, which recompute less",
     ),
-    "compile=auto": ("torch_compile use_compile compile_model", "the default on a GPU; compile=none turns it off"),
+    "compile=auto": (
+        "torch_compile use_compile compile_model dynamo_backend torch_compile_backend",
+        "the default on a GPU; compile=none turns it off",
+    ),
     "hooks=early_stop": ("early_stopping", "dtrain explain hooks=early_stop"),
     "strategy=fsdp": (
         "deepspeed use_deepspeed use_fsdp sharded fsdp_config",
@@ -263,7 +268,8 @@ def unknown(
 
 def are_alike(known: str, key: str) -> bool:
     """Whether the last words of two settings are, too: logger.mlflow.uri is not meant by logger.colour."""
-    return likeness(known.rpartition(".")[2], key.rpartition(".")[2]) >= 0.7
+    ours, typed = known.rpartition(".")[2], key.rpartition(".")[2]
+    return likeness(ours, typed) >= 0.7 or sorted(ours) == sorted(typed)  # dmi is dim
 
 
 def likeness(known: str, typed: str) -> float:

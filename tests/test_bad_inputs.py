@@ -224,6 +224,11 @@ CASES = [
     case("launch pretrained={world}/text.txt", "fix: init_from=/"),
     case("launch checkpoint=latest", "checkpoint=latest: is a section", "fix: resume=latest\n"),
     case("launch checkpoint=100", "fix: checkpoint.every=100\n"),
+    case("launch checkpoint.path=some", "checkpoint.path: there", "fix: resume=some "),
+    case("launch checkpoint.dir=some", "fix: run_dir=some "),
+    case("launch fsdp_sharding_strategy=FULL_SHARD", "fix: strategy=fsdp "),
+    case("launch train.optimizer=adam", "fix: optim=torch.optim.Adam, or optim=adamw\n"),
+    case("launch hooks=accuracy", "hooks=accuracy: there is no such option", "fix: hooks=MODULE.CLASS, "),
     # a program with its arguments
     case("launch train.py --lr 1e-3", "train.py --lr 1e-3: is a program", "script=train.py 'script_args=[--lr,1e-3]'"),
     case("launch script=t.py --lr 1e-3 cluster.processes=2", "fix: script=t.py 'script_args=[--lr,1e-3]'\n"),

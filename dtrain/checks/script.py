@@ -22,6 +22,7 @@ def check(config: dict[str, Any]) -> None:
     section, cluster = config["script"], config["cluster"]
     path, fix = Path(section["path"]), "script=FILE, as seen from this folder"
     if not path.is_file():
+        fix = f"script={path.name}.py" if path.with_name(f"{path.name}.py").is_file() else fix
         raise bad("script.path", path, "there is no such file", fix)
     if path.suffix != ".py" and not os.access(path, os.X_OK):
         rule = "is no Python file (*.py) and cannot be executed"

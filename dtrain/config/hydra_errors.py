@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.config.files import (
     CONF,
+    HOOKS,
     LOGGER,
     RECIPES,
     SECRET,
@@ -171,6 +172,8 @@ def meant_option(group: str, option: str, options: list[str]) -> str:
         return f"model=hf:{option}; "
     if meant:
         return f"{meant}; "
+    if group == HOOKS and not near:
+        return "hooks=MODULE.CLASS, a class of yours (docs/your-own.md#hooks); "
     return f"did you mean {' or '.join(f'{group}={o}' for o in near)}? " if near else ""
 
 
@@ -207,7 +210,14 @@ DEEPSPEED_FILE = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_
 
 
 OPTION_KEYS = ("name", "type", "kind", "class", "cls", "class_name", "class_path", "option", "id")  # optim.name=adam
-PRETRAINED = ("pretrained", "from_pretrained", "use_pretrained", "pretrained_model", "pretrained_model_name_or_path")
+PRETRAINED = (
+    "pretrained",
+    "from_pretrained",
+    "use_pretrained",
+    "pretrained_model",
+    "weights",
+    "pretrained_model_name_or_path",
+)
 METRICS = ("metrics", "metric", "compute_metrics", "eval_metrics", "train_metrics", "val_metrics")
 
 
@@ -225,13 +235,13 @@ def as_option(name: str, value: str) -> str:
 
 
 def pretrained(name: str, value: str) -> str:
-    """Return what to type for pretrained weights; "" for a file or folder of weights."""
+    """Return what to type for pretrained weights."""
     if value.lower() in ("false", "0", "no", "off", "none", "null"):
         return f"leave out {name}"
     if (Path(value) / "config.json").is_file():
         return f"model=hf:{value}"
     if value and Path(value).exists():
-        return ""
+        return f"init_from={value}   (dtrain explain init_from)"
     return "model=hf:FOLDER   (that save_pretrained() wrote; nothing is downloaded)"
 
 
@@ -248,8 +258,8 @@ def unknown_setting(name: str, value: str, argv: Sequence[str] = ()) -> str:
     """
     if name.rpartition(".")[0] in GROUPS and name.rpartition(".")[2].lower() in OPTION_KEYS:
         return as_option(name, value)
-    if name.rpartition(".")[2].lower() in PRETRAINED and (fix := pretrained(name, value)):
-        return f"{name}: there is no such setting\n  fix: {fix}"
+    if name.rpartition(".")[2].lower() in PRETRAINED:
+        return f"{name}: there is no such setting\n  fix: {pretrained(name, value)}"
     if name.rpartition(".")[2].lower() in METRICS:
         note = "a class of yours that returns metrics: docs/your-own.md#hooks"
         return f"{name}: there is no such setting\n  fix: hooks=MODULE.CLASS   ({note})"
@@ -263,8 +273,9 @@ def unknown_setting(name: str, value: str, argv: Sequence[str] = ()) -> str:
         return f"{name}: there is no such setting\n  fix: {group}={option}   (dtrain explain {group})"
     if groups == ["precision"] and value.lower() in ("false", "0", "no", "off"):
         return f"{name}: there is no such setting\n  fix: precision=fp32   (the default)"
-    if name.lower() in ZERO_STAGE or (name.lower() in DEEPSPEED_FILE and value.endswith(".json")):
-        stage = f"zero{value}" if value in ("1", "2", "3") else "fsdp" if name.lower() in ZERO_STAGE else "zero3"
+    name_alone = re.sub(r"^(deepspeed|ds_config|deepspeed_config)\.", "", name.lower())
+    if name_alone in ZERO_STAGE or (name.lower() in DEEPSPEED_FILE and value.endswith(".json")):
+        stage = f"zero{value}" if value in ("1", "2", "3") else "fsdp" if name_alone in ZERO_STAGE else "zero3"
         note = "DeepSpeed's; strategy=fsdp shards as stage 3 does" if stage != "fsdp" else "it shards as ZeRO does"
         file = f" strategy.deepspeed_config={value}" if value.endswith(".json") else ""
         return f"{name}: there is no such setting\n  fix: strategy={stage}{file}   ({note})"
@@ -276,6 +287,8 @@ def unknown_setting(name: str, value: str, argv: Sequence[str] = ()) -> str:
     if ours in ("resume", "init_from") and value.lower() in ("last", "true", "latest"):
         return f"{name}: there is no such setting\n  fix: resume=latest   (dtrain explain resume)"
     taken = accepted(ours, value) if ours and value else None
+    if ours in GROUPS and value and not taken and (near := meant_option(ours, value.strip("[]"), options_of(ours))):
+        return f"{name}: there is no such setting\n  fix: {near.rstrip('; ')}"
     group, _, setting = (ours or "").partition(".")
     if group in SEVERAL and setting:  # patience=3
         option = setting.partition(".")[0]

@@ -303,6 +303,8 @@ def example(key: str, value: Any, annotation: str, default: Any) -> str:
     elif "int" in names and number:  # 1e3, 5.0, "5", 100.5 or 1k
         if whole := int(float(number[1]) * {"k": 1e3, "m": 1e6}.get(number[2].lower(), 1)):
             return f"{key}={whole}"
+    elif "float" in names and isinstance(value, str) and number and not number[2]:  # "3", in quotes
+        return f"{key}={number[1]}"
     elif "str" in names and isinstance(value, (bool, int, float)):
         return f"'{key}=\"{value}\"'"
     if default is REQUIRED or "${" in str(default):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 from dtrain.config.files import SECRET, SEVERAL, flatten, known_settings, options_of
 from dtrain.config.hydra_errors import GROUPS, METRICS, unknown_setting
 from dtrain.errors import ELSEWHERE, OURS, foreign, unknown
-from dtrain.launch.python_objects import as_function, holds_objects, is_code, is_with_settings, name_here
+from dtrain.launch.python_objects import as_function, holds_objects, is_code, is_with_settings, name_here, same_option
 
 SHORT = {"cluster.processes": "processes", "train.steps": "steps", "train.epochs": "epochs"}
 ONLY_HERE = ("recipe", "hydra", "choices")  # they are no settings of conf/config.yaml
@@ -19,7 +20,7 @@ WORD = re.compile(
     r"(?P<command>\b(?:dtrain|python|torchrun|pip|make|export|mv|chmod|def)\s(?:(?!, or )[^;\n])*|`[^`]*`)"
     r"|(?<![\w.\"'/(])'(?P<quoted>[a-z_][\w.]*=(?:[^'\\]|\\.)+)'"
     r"|(?<![\w.\"'/(-])(?P<plain>[a-z_][\w.]*=(?:\[[^\]\n]*\]|\([^)\n]*\)|'[^'\n]*'|\"[^\"\n]*\"|[^\s,;?()'\"\[])+)"
-    r"(?P<others>(?: or [\w.+-]+(?![\w=]))*)"
+    r"(?P<others>(?:(?:, or | or |, )[\w.+-]+(?![\w=.+-]))*)"
 )
 TRAIN = ELSEWHERE["data"]  # what other programs call the training data, and the validation data
 EVAL = next(names for names in OURS if names.startswith("eval_dataset ")).split()
@@ -35,7 +36,8 @@ def in_python(message: str, given: Mapping[str, Any]) -> str:
     fix = re.sub(r", or -m [^;\n]*", "", fix)  # fit starts one run
     names = known_settings()
     if meant := re.match(r"did you mean ([\w.]+(?: or [\w.]+)*)\?", fix):
-        value = flatten(dict(given)).get(wrong, ...)
+        plain = {key: value[1] if is_with_settings(value) else value for key, value in given.items()}
+        value = flatten(plain).get(wrong, ...)
         typed = "…" if value is ... or holds_objects(value) else as_word(value)
         known = [name for name in meant[1].split(" or ") if name.partition(".")[0] in heads(names)]
         fix = f"did you mean {' or '.join(called([(n, typed)], given, wrong) for n in known)}?{fix[meant.end() :]}"
@@ -63,13 +65,13 @@ def respelled(text: str, given: Mapping[str, Any], wrong: str, names: Iterable[s
         if not found["quoted"]:
             value, rest = value.rstrip("."), value[len(value.rstrip(".")) :]
         together.append((key, value))
-        others = [other for other in (found["others"] or "").split(" or ") if other]
-        if others and all(re.fullmatch(r"[\d.e+-]+", o) or (key in GROUPS and o in options_of(key)) for o in others):
-            values = "".join(f", or {called([(key, other)], given, wrong)}" for other in others)
-            done += called(together, given, wrong) + values
-            together = []
-        else:
-            rest += found["others"] or ""
+        others = found["others"] or ""
+        for other in re.finditer(r"(?:, or | or |, )([\w.+-]+)", others):
+            if not (re.fullmatch(r"[\d.e+-]+", other[1]) or (key in GROUPS and other[1] in options_of(key))):
+                break
+            done += called(together, given, wrong) + f", or {called([(key, other[1])], given, wrong)}"
+            together, others = [], others.removeprefix(other[0])
+        rest += others
         if rest:
             done += called(together, given, wrong) + rest
             together = []
@@ -145,8 +147,8 @@ def as_python(word: str) -> str:
     """Return a value of a command line in Python's spelling."""
     if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|…|VALUE", word):
         return word
-    if word in (plain := {"true": "True", "false": "False", "null": "None"}):
-        return plain[word]
+    if word.lower() in (plain := {"true": "True", "false": "False", "null": "None"}):
+        return plain[word.lower()]
     if word[:1] + word[-1:] == "[]":
         return f"[{', '.join(as_python(item.strip()) for item in word[1:-1].split(',') if item.strip())}]"
     text = word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word
@@ -185,7 +187,11 @@ def check_names(given: Mapping[str, Any]) -> None:
             messages[name], fix = with_an_object(name, value, ours)
             fixes += [fix] if fix else []
             continue
-        message = unknown_setting(name, as_word(value))
+        leaf, word = name.rpartition(".")[2], as_word(value)
+        is_models = leaf in parameters_of(right.get("model"))
+        message = (
+            f"{name}: is one of the model's\n  fix: model.{leaf}={word}" if is_models else unknown_setting(name, word)
+        )
         messages[name] = in_python(message, {**right, name: value})
         fix = message.partition("\n  fix: ")[2].partition("   (")[0]
         if re.fullmatch(r"[a-z_][\w.]*=[\w.+…-]+( [a-z_][\w.]*=[\w.+…-]+)*", fix):
@@ -198,6 +204,15 @@ def check_names(given: Mapping[str, Any]) -> None:
         raise ValueError(f"{', '.join(messages)}: there are no such arguments\n  fix: {fix}")
     if messages:
         raise ValueError(next(iter(messages.values())))
+
+
+def parameters_of(thing: Any) -> set[str]:
+    """Return the names of the arguments of the given model: fit(Net, data, depth=3) is meant for it."""
+    thing = thing[0] if is_with_settings(thing) else thing
+    try:
+        return {*inspect.signature(thing).parameters} if is_code(thing) else set()
+    except (TypeError, ValueError):  # a builtin
+        return set()
 
 
 def with_an_object(key: str, value: Any, ours: set[str]) -> tuple[str, str]:
@@ -215,6 +230,7 @@ def with_an_object(key: str, value: Any, ours: set[str]) -> tuple[str, str]:
     if group and named and (len(parts) == 1 or group in SEVERAL):
         names = ", ".join(map(name_here, parts))
         fix = f"{group}=[{names}]" if group in SEVERAL else f"{group}={names}"
+        fix = same_option(group, getattr(parts[0], "__name__", "")) or fix if len(parts) == 1 else fix
         return f"{key}: there is no such argument\n  fix: {fix}", fix
     if group:
         fix = as_function(group, next(p for p in parts if not is_code(p)) if group in SEVERAL else value)

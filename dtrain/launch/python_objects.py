@@ -18,7 +18,7 @@ from typing import Any
 
 from dtrain.config.files import SEVERAL, flatten, setting_prefix
 from dtrain.config.hydra_errors import GROUPS
-from dtrain.errors import bad
+from dtrain.errors import bad, foreign_option
 from dtrain.launch.quoting import quote
 
 RAW = ("resume", "recipe")  # read before Hydra, so they must not be quoted
@@ -34,14 +34,14 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
         if not re.fullmatch(r"\+{0,2}[^\W\d][\w.]*", key):
             raise ValueError(f"{key!r}: is not the name of a setting\n  fix: e.g. **{{'train.steps': 100}}")
         details: Mapping[str, Any] = {}
-        if key in SEVERAL and not isinstance(value, (str, Mapping)):
+        if key in GROUPS and isinstance(value, (bool, int, float)):  # precision=16
+            options.append(f"{key}={value_of(key, value)}")
+        elif key in SEVERAL and not isinstance(value, (str, Mapping)):
             several = isinstance(value, (list, tuple)) and not is_with_settings(value)
             names, more, places = spell_several(key, value if several else [value])
             options.append(f"{key}=[{','.join(names)}]" if names else f"{key}=none")
             settings += more
             folders += places
-        elif key in GROUPS and isinstance(value, (bool, int, float)):  # precision=16
-            options.append(f"{key}={value_of(key, value)}")
         elif key in GROUPS:
             thing, details = parts_of(key, value)
             if thing is not None:
@@ -50,7 +50,16 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
                 folders += [folder] if folder else []
         elif isinstance(value, Mapping):
             details = value
-        elif key in RAW and value is not None:
+        elif key in RAW and (value is None or value is False):
+            pass  # the default
+        elif key in RAW and not isinstance(value, Mapping):
+            if not isinstance(value, (str, os.PathLike)):
+                fix = (
+                    'resume="latest"'
+                    if key == "resume"
+                    else 'recipe="FILE.yaml", or a name that dtrain recipes ls shows'
+                )
+                raise bad(key, value, "must be text", fix)
             options.append(f"{key}={os.fspath(value)}")
         else:
             settings.append(f"{key}={value_of(key, value)}")
@@ -201,6 +210,8 @@ def as_function(group: str, thing: Any) -> str:
         how = f"return {kind}({type(getattr(thing, 'config', None)).__name__}(…))"
         return f"def my_model(): {how} at the top level of the file, and model=my_model; or model='hf:FOLDER'"
     if group not in ("model", "data"):
+        if ours := same_option(group, kind):  # EarlyStopping(), DDPStrategy()
+            return ours
         if type(thing).__module__ == "builtins":
             return f"give the class and its settings: {EXAMPLE}"
         name = name_here(type(thing))
@@ -212,6 +223,13 @@ def as_function(group: str, thing: Any) -> str:
     )
     has_no_class = is_array(thing) or isinstance(thing, (tuple, list, Mapping))
     return written if has_no_class else f"{written}; or the class: {classes}"
+
+
+def same_option(group: str, name: str) -> str:
+    """Return the argument of fit for the option that another program's class of this name is; "" if there is none."""
+    ours = foreign_option(group, name) if group not in ("model", "data", "loss", "optim") else None
+    option = ours.partition("=")[2] if ours else ""
+    return f'{group}="{option}"' if option and " " not in option else ""
 
 
 def made_by(thing: Any) -> str:

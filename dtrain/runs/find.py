@@ -68,7 +68,7 @@ def find_run(word: str, roots: Sequence[str | Path] = ROOTS, setting: str = "run
     names = {name: run for run in runs for name in (str(run), run.name, run_name(run))}
     near = [names[name] for name in difflib.get_close_matches(text, names, n=5, cutoff=0.5)]
     hint = f"did you mean{_bullets(dict.fromkeys(near))}" if near else f"the newest are{_bullets(runs)}"
-    if difflib.get_close_matches(text, ["latest"], cutoff=0.7):
+    if difflib.get_close_matches(text, ["latest"], cutoff=0.7) or text.lower() in ("true", "yes", "auto", "newest"):
         hint = f"did you mean latest, which is {short_path(runs[0])}?"
     raise ValueError(
         f"run {word!r}: no such folder, and none of {counted(len(runs), 'run')} under {where} has that in its name\n"

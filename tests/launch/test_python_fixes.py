@@ -69,8 +69,25 @@ CALLS = {  # what is typed besides a model, data and a loss, and its fix
     'train={"global_batch_size": 33}': 'train={"global_batch_size": 32}',
     '**{"train.global_batch_size": 33}': '**{"train.global_batch_size": 32}',
     'train={"stpes": 5}': 'steps=5',
+    'epochs="3"': 'epochs=3',
+    'output_dir="kk", save_steps=5, save_total_limit=2': 'run_dir="kk", checkpoint={"every": 5, "keep": 2}',
+    'args={"num_train_epochs": 3, "learning_rate": 1e-4}': 'epochs=3, optim={"lr": 0.0001}',
+    'deepspeed={"zero_optimization": {"stage": 2}}': 'strategy="zero2"',
+    'lr_scheduler=torch.optim.lr_scheduler.StepLR': 'schedule="step"',
+    'callbacks=[EarlyStopping()]': 'hooks="early_stop"',
+    'strategy=DDPStrategy()': 'strategy="ddp"',
+    'checkpoint=False': 'checkpoint={"save": False}',
+    'optim=("adamw", {"lr": "1e-3"})': 'optim=("adamw", {"lr": 0.001})',
     'logger=["tb"]': 'logger="tensorboard"',
 }  # fmt: skip
+
+
+class EarlyStopping:
+    """Like Lightning's."""
+
+
+class DDPStrategy:
+    """Like Lightning's."""
 
 
 @pytest.mark.parametrize("typed", CALLS)
@@ -78,7 +95,7 @@ def test_the_fix_is_accepted_as_it_is_printed(typed: str, own: dict[str, Any]) -
     import torch
 
     call = 'dtrain.fit(Net, points, loss="cross_entropy", {})'
-    names = {"dtrain": dtrain, "torch": torch, **own}
+    names = {"dtrain": dtrain, "torch": torch, "EarlyStopping": EarlyStopping, "DDPStrategy": DDPStrategy, **own}
     with pytest.raises(ValueError, match=r"\n  fix: ") as refused:
         eval(call.format(typed), names)
     fix = str(refused.value).partition("\n  fix: ")[2].removeprefix("did you mean ")
@@ -98,6 +115,9 @@ def test_the_fix_is_accepted_as_it_is_printed(typed: str, own: dict[str, Any]) -
         ("Net, points, criterion=nn.CrossEntropyLoss()", "give the class: loss=torch.nn.CrossEntropyLoss;"),
         ("(Net, 3), points", 'model=(own_things.Net, {"dim": 3})'),
         ("[Net], points", "model=own_things.Net"),
+        ("Net, points, dim=4", 'model=(own_things.Net, {"dim": 4})'),
+        ('(Net, {"dmi": 4}), points', 'did you mean model=(own_things.Net, {"dim": 4})?'),
+        ("Net, points, resume=True", 'resume="latest"'),
         ('{"model": Net, "data": points}', "two stars before it: dtrain.fit(**settings)"),
     ],
 )
