@@ -22,6 +22,18 @@ from dtrain.errors import bad
 TRUST = "DTRAIN_TRUST"
 
 
+PIP_NAMES = {
+    "sklearn": "scikit-learn", "skimage": "scikit-image", "PIL": "pillow", "cv2": "opencv-python", "yaml": "pyyaml",
+    "open_clip": "open_clip_torch", "bs4": "beautifulsoup4", "tensorflow": "'dtrain[tensorflow]'",
+    "datasets": "'dtrain[datasets]'",
+}  # fmt: skip
+
+
+def pip_name(module: str) -> str:
+    """What to install for a module."""
+    return PIP_NAMES.get(module, module.replace("_", "-"))
+
+
 def fewest(modules: Iterable[str]) -> list[str]:
     """Leave out the modules that another one contains: for a command to paste."""
     names = list(dict.fromkeys(modules))
@@ -70,7 +82,19 @@ def build(section: Any, trust: Iterable[str] = (), partial: bool = False, **extr
         return functools.partial(target, **settings, **extra)
     if is_module(target):
         raise made_at_import(section[TARGET], target)
-    return target(**settings, **extra)
+    try:
+        return target(**settings, **extra)
+    except TypeError as error:
+        called = (
+            rf"^{re.escape(getattr(target, '__qualname__', ''))}(?:\.__init__)?\(\) missing \d+ required .*?: '(\w+)'"
+        )
+        missing = re.search(called, str(error))
+        if missing is None:  # of another call, or another mistake
+            raise
+        name, argument = section[TARGET], missing[1]
+        made = f"def my_function(): return {name.rpartition('.')[2]}({argument}=…)"
+        fix = f"a function of yours that builds it, `{made}`, or a value for its setting {argument}"
+        raise ValueError(f"{name}: needs a value for {argument}\n  fix: {fix}") from error
 
 
 def plain(node: Any, key: str) -> Any:
@@ -101,7 +125,7 @@ def locate(target: str, trust: Iterable[str] = ()) -> Any:
             where = f"{os.path.relpath(places[-1].filename)}:{places[-1].lineno}"
             top = error.name.partition(".")[0]
             rule = f"{where} imports {error.name}, which is not installed or not in this folder"
-            raise ValueError(f"{target}: {rule}\n  fix: pip install {top}, or correct the import") from error
+            raise ValueError(f"{target}: {rule}\n  fix: pip install {pip_name(top)}, or correct the import") from error
         raise bad(TARGET, target, f"cannot be imported ({error})", "check the spelling, or install it") from error
     if found is None:
         there = vars(sys.modules[module_name])

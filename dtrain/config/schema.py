@@ -177,8 +177,62 @@ def check_section(name: str, section: Any, trust: Iterable[str]) -> None:
     missing = [p for p, (_, default) in parameters.items() if default is REQUIRED and p not in (*section, *given)]
     if missing and (option or not section.get("_partial_")):
         annotation = parameters[missing[0]][0]
-        more = f"   ({kind_of(annotation)})" if annotation else ""
-        raise bad(f"{name}.{missing[0]}", "", f"is required by {target}", f"{name}.{missing[0]}=…{more}")
+        raise bad(
+            f"{name}.{missing[0]}", "", f"is required by {target}", required(name, target, missing[0], annotation)
+        )
+
+
+PLAIN = {"int", "float", "bool", "str", "list", "dict", "tuple", "None", "Any", "Literal", "Sequence", "Optional",
+         "Union", "Mapping", "List", "Dict", "Tuple", "Path", "Iterable", "object", "number", "Number"}  # fmt: skip
+CONFIGS = (
+    "config",
+    "cfg",
+    "conf",
+    "configuration",
+    "args",
+    "hparams",
+    "hp",
+    "hyperparameters",
+    "opt",
+    "opts",
+    "options",
+)
+
+
+def required(name: str, target: str, argument: str, annotation: str) -> str:
+    """What to do about an argument without a value: settings are plain values, and no objects of Python."""
+    module, _, own = target.rpartition(".")
+    group = name.partition(".")[0]
+    names = {*re.findall(r"[A-Za-z_]\w*", re.sub(r"Literal\[.*?\]", "Literal", annotation))}
+    if target.startswith("dtrain.") or group not in ("model", "data", HOOKS):
+        return f"{name}.{argument}=…" + (f"   ({kind_of(annotation)})" if annotation else "")
+    if group == HOOKS and argument in ("run", "trainer", "model"):
+        return f"leave out {argument} in __init__: begin(self, run) gets the run, and run.model is the model"
+    function = source_of(target)
+    if keys := keys_of(function, argument) if names <= PLAIN else []:
+        return " ".join(f"{name}.{argument}.{key}=…" for key in keys)
+    if (names and names <= PLAIN) or (not names and argument not in CONFIGS):
+        return f"{name}.{argument}=…" + (f"   ({kind_of(annotation)})" if annotation else "")
+    made = f"{argument}={annotation}(…)" if annotation.isidentifier() else f"{argument}=…"
+    if group == HOOKS:
+        return f"plain values as arguments of {own}.__init__, or a default: {made}"
+    maker = f"my_{group}"
+    return (
+        f"a function that builds it, `def {maker}(): return {own}({made})` in {module}.py, and {group}={module}.{maker}"
+    )
+
+
+def keys_of(function: Any, argument: str) -> list[str]:
+    """The keys that a class reads of an argument: config["dim"]."""
+    found = (node for node in ast.walk(function) if isinstance(node, ast.Subscript)) if function else ()
+    return list(
+        dict.fromkeys(
+            str(node.slice.value)
+            for node in found
+            if isinstance(node.value, ast.Name) and node.value.id == argument
+            if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
+        )
+    )
 
 
 def is_left_out(target: str, key: str, value: Any) -> bool:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import dtrain
-from dtrain.config.build import own_file
+from dtrain.config.build import own_file, pip_name
+from dtrain.config.files import GROUPS, options_of
 from dtrain.config.hook_methods import METHODS
 from dtrain.errors import bad
 from dtrain.util.format import short_path
@@ -317,6 +318,15 @@ def members(module: str, key: str) -> list[str]:
     return list(dict.fromkeys(fitting or every))
 
 
+# libraries of which people name a model, data, a loss or an optimizer
+LIBRARIES = (
+    "torchvision", "timm", "transformers", "datasets", "torchaudio", "lightning", "pytorch_lightning", "monai",
+    "diffusers", "segmentation_models_pytorch", "open_clip", "sentence_transformers", "peft", "bitsandbytes",
+    "accelerate", "torchmetrics", "torch_geometric", "efficientnet_pytorch", "vit_pytorch", "kornia", "sklearn",
+    "torch_optimizer", "pytorch_optimizer", "lion_pytorch", "prodigyopt", "schedulefree", "apex", "xformers",
+)  # fmt: skip
+
+
 def no_module(target: str, module: str, key: str) -> ValueError:
     """There is no such module: name the part that is missing, and what is in this folder instead."""
     parts, name = module.split("."), target.rpartition(".")[2]
@@ -334,6 +344,14 @@ def no_module(target: str, module: str, key: str) -> ValueError:
     )
     near = difflib.get_close_matches(part, here, 1, 0.6)
     rule = f"there is no module {part} in this folder, nor is one installed"
+    library = difflib.get_close_matches(part, [] if near else LIBRARIES, 1, 0.8)
+    if library and spec_of(library[0]) is None:
+        meant = "" if library[0] == part else f"did you mean {key}={'.'.join([library[0], *parts[1:], name])}? Then "
+        ours = next((one for one in options_of(key) if one == name.lower()), "") if key in GROUPS else ""
+        return bad(
+            key, target, rule, f"{meant}pip install {pip_name(library[0])}{f', or {key}={ours}' if ours else ''}"
+        )
+    near = near or library
     if near:
         return bad(key, target, rule, f"did you mean {key}={'.'.join([near[0], *parts[1:], name])}?")
     return bad(key, target, rule, f"run the command in the folder of {part}.py, or PYTHONPATH=that folder")
