@@ -30,9 +30,9 @@ def warnings(config: dict[str, Any]) -> Iterator[str]:
 
 def of_loss(config: dict[str, Any]) -> Iterator[str]:
     """A loss whose arguments are named the other way round: one that raises is refused by the ranks."""
-    target = config["loss"]["_target_"]
-    if is_script(config) or target.startswith(("dtrain.", "torch.")):
+    if is_script(config) or config["loss"]["_target_"].startswith(("dtrain.", "torch.")):
         return
+    target = config["loss"]["_target_"]
     function = source_of(target)
     if isinstance(function, ast.ClassDef):
         function = method if isinstance(method := inherited(target, "forward"), ast.FunctionDef) else None

@@ -19,7 +19,8 @@ def main(argv: list[str]) -> int:
     if len(options) < len(argv) and all(map(is_option, options)):
         print(help_text(dict(word.split("=", 1) for word in options)))
         return 0
-    loose = [word for word in options if "=" not in word and word[:1] not in "-+~"]
+    pairs = zip(["", *options], options, strict=False)  # not the value of --cfg job
+    loose = [word for before, word in pairs if "=" not in word and not {before[:1], word[:1]} & {*"-+~"}]
     if len(options) < len(argv) and loose:
         from dtrain.commands.explain import explain
 

@@ -266,8 +266,8 @@ def unknown_setting(name: str, value: str, argv: Sequence[str] = ()) -> str:
     # DeepSpeed's fp16.enabled=true, and train.fp16=true
     bare = name.lower().removesuffix(".enabled").rpartition(".")[2]
     groups = [group for group in GROUPS if bare in options_of(group)]
-    is_on = value.lower() in ("", "true", "1", "yes", "on")
-    is_kind = groups == ["strategy"] and value.lower() not in ("false", "0", "no", "off")  # fsdp=full_shard
+    is_on = value.lower() in (("", "true", "1", "yes", "on") if "." not in name else ("true", "yes", "on"))
+    is_kind = groups == ["strategy"] and not re.fullmatch(r"false|no|off|[\d.]*", value.lower())  # fsdp=full_shard
     if len(groups) == 1 and (is_on or is_kind):
         group, option = groups[0], bare
         return f"{name}: there is no such setting\n  fix: {group}={option}   (dtrain explain {group})"

@@ -37,11 +37,13 @@ def check_loose(argv: list[str], flags: Sequence[str]) -> None:
         if not (is_program or name in ("script_args", "script.args")):
             continue
         rest = argv[index + 1 :]
+        if is_program and any(part.startswith(("script_args=", "script.args=")) for part in rest):
+            continue  # what is beside that word is meant for it
         is_ours = [bool(re.match(rf"[+~]*({'|'.join(ours)})\b[\w.]*=", part)) for part in rest]
-        loose = rest[: (is_ours.index(True) if True in is_ours else len(rest))]
+        loose = [part for part, our_own in zip(rest, is_ours, strict=True) if not our_own]
         is_flag = bool(loose) and (loose[0].partition("=")[0] in flags or loose[0] == "--dry-run")
-        is_setting = bool(loose) and "=" in loose[0] and not loose[0].startswith("-")  # misspelled
-        loose = [] if is_flag or is_setting else loose
+        is_other = bool(loose) and bool(re.match(r"[+~]|[^-][^=]*=", loose[0]))  # a misspelled setting
+        loose = [] if is_flag or is_other else loose
         shown = " ".join([word, *loose])
         typed = value.strip("'\"") if equals else word
         with contextlib.suppress(ValueError):  # a quote that is not closed

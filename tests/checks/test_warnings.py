@@ -112,3 +112,8 @@ def test_a_machine_that_does_not_tell_its_cores(monkeypatch: pytest.MonkeyPatch)
     (hours,) = slow_cpu(config, plan_of(config))
     (crowd,) = warnings(compose("train.global_batch_size=200", "cluster.processes=200"))
     assert "on 2 cores" in hours and "with 2 cores" in crowd
+
+
+def test_a_program_of_your_own_has_no_loss_to_warn_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text("")
+    assert main(["launch", "script=train.py", "cluster.processes=2", "dry_run=true"]) == 0, capsys.readouterr().err

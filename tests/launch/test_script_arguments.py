@@ -35,3 +35,36 @@ def test_short_forms(tmp_path: Path) -> None:
     assert swept == ["-m", f"script.path='{tmp_path}/a.py','{tmp_path}/b.py'"]
     with pytest.raises(ValueError, match="cannot be split"):
         points("'", False)
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["train.py", "--lr", "1e-3"], "script=train.py 'script_args=[--lr,1e-3]'"),
+        (["script=train.py --lr 1e-3"], "script=train.py 'script_args=[--lr,1e-3]'"),
+        (["script=python train.py --lr=1e-3"], "script=train.py 'script_args=[--lr=1e-3]'"),
+        (["script=t.py", "cluster.processes=2", "--lr", "3"], "script=t.py 'script_args=[--lr,3]'"),
+        (["script=t.py", "--name", "a b"], "script=t.py \"script_args=--name 'a b'\""),
+        (["script=t.py", "script_args=--lr", "3"], "'script_args=[--lr,3]'"),
+        (["script=t.py", "script_args=[--lr 3,-v]"], "'script_args=[--lr,3,-v]'"),
+    ],
+)
+def test_a_program_typed_with_its_arguments(words: list[str], fix: str) -> None:
+    with pytest.raises(ValueError, match="\n  fix: ") as refused:
+        prepare_arguments(words)
+    assert str(refused.value).partition("\n  fix: ")[2] == fix
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--dry-run"],
+        ["--cfg", "job"],
+        ["-m", "train.seed=1,2"],
+        ["~tags"],
+        ["script_args=-v"],
+        ["trust=[a]", "--cfg=job"],
+    ],
+)
+def test_what_is_typed_beside_a_program(words: list[str]) -> None:
+    prepare_arguments(["script=t.py", *words])
