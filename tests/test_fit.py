@@ -269,6 +269,9 @@ class Outer:
     class Inner: ...
 
 
+ADAM = torch.optim.Adam([torch.zeros(1)], lr=0.1)
+
+
 def closure() -> Any:
     class Local: ...
 
@@ -279,6 +282,18 @@ def closure() -> Any:
     ("given", "told"),
     [
         ({"model": Outer()}, r"model=<Outer>: is an object of this process.*\n  fix: .*functools\.partial"),
+        (
+            {"optim": ADAM},
+            r'optim=<Adam>: is an object of this process.*\n  fix: .*\(torch\.optim\.Adam, {"lr": 0\.1}\)',
+        ),
+        (
+            {"schedule": torch.optim.lr_scheduler.StepLR(ADAM, 3)},
+            r'schedule=<StepLR>: is an object.*\n  fix: schedule="step"; or `def',
+        ),
+        (
+            {"loss": torch.nn.CrossEntropyLoss(torch.ones(3))},
+            r"loss=<CrossEntropyLoss>.*\n  fix: def my_loss\(outputs, targets\)",
+        ),
         ({"model": lambda: None}, r"model=<lambda>: is not at the top level of a module.*\n  fix: "),
         ({"model": Outer.Inner}, r"model=Outer\.Inner: is not at the top level"),
         ({"data": closure()}, r"data=closure\.<locals>\.Local: is not at the top level"),

@@ -20,6 +20,7 @@ from dtrain.errors import bad
 # Passes the trusted modules from the launcher to the ranks. The run folder cannot pass them: it may come from someone
 # else. A process inherits the variable, and SLURM keeps it in the job's script, also after a requeue.
 TRUST = "DTRAIN_TRUST"
+LIBRARIES = ("torch", "torchvision", "timm", "transformers")  # of models, losses and optimizers
 
 
 PIP_NAMES = {
@@ -143,7 +144,7 @@ def locate(target: str, trust: Iterable[str] = ()) -> Any:
     names = (home, f"{home}.{getattr(defined, '__name__', '')}")
     if not (home.partition(".")[0] == target.partition(".")[0] == "dtrain" or any(allowed(n, trust) for n in names)):
         if allowed(target, trust) and not own_file(home.partition(".")[0]):
-            raise imported(target, defined, names[1], defined is not found)
+            raise imported(TARGET, target, names[1], defined is not found)
         raise untrusted(TARGET, names[1] if own_file(home.partition(".")[0]) else target, trust)
     return found
 
@@ -176,16 +177,21 @@ def made_at_import(target: str, found: Any) -> ValueError:
     return error
 
 
-def imported(target: str, defined: Any, full: str, is_partial: bool) -> ValueError:
-    """Refuse what a trusted module did not define: trust in it does not reach there."""
-    module, public = target.rpartition(".")[0], full
-    for parent in ("torch.optim", "torch.nn", "torch.nn.functional"):  # people know these names
-        short = str(getattr(defined, "__name__", ""))
-        if getattr(sys.modules.get(parent), short, None) is defined:
-            public = f"{parent}.{short}"
-    rule = f"is {'a functools.partial of ' if is_partial else ''}{public}, which {module} only imports"
-    fix = f"{public}, with its arguments as settings; or a function of {module} that calls it"
-    return bad(TARGET, target, rule, fix)
+def imported(key: str, target: str, full: str, is_partial: bool = False) -> ValueError:
+    """Refuse what a trusted module only imports: trust in it does not reach there. full: where it is defined.
+
+    The fix names that place only if it is a library of models: never code that a file led to.
+    """
+    module, name = target.rpartition(".")[0], full.rpartition(".")[2]
+    for parent in ("torch.optim", "torch.nn", "torch.nn.functional"):  # the names that people know
+        if full.startswith(f"{parent}.") and getattr(sys.modules.get(parent), name, None) is not None:
+            full = f"{parent}.{name}"
+    rule = f"is {'a functools.partial of ' if is_partial else ''}{full}, which {module} only imports"
+    own = f"a class or function of {module} that uses it"
+    if full.partition(".")[0] not in LIBRARIES:
+        return bad(key, target, rule, own)
+    typed = f"{full}, with its arguments as settings" if key == TARGET else f"{key}={full}"
+    return bad(key, target, rule, f"{typed}; or {own}")
 
 
 def untrusted(key: str, target: str, trust: Iterable[str]) -> ValueError:

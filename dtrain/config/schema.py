@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dtrain.config.build import allowed, own_file, untrusted
+from dtrain.config.build import LIBRARIES, allowed, imported, own_file, untrusted
 from dtrain.config.files import (
     GROUPS,
     HOOKS,
@@ -251,6 +251,8 @@ def signature(target: str, key: str, trust: Iterable[str] = ()) -> dict[str, tup
 
     def permit(name: str) -> None:
         if not allowed(name, trust):
+            if name != target and allowed(target, trust) and name.partition(".")[0] in LIBRARIES:
+                raise imported(key.removesuffix(f".{TARGET}"), target, name)
             raise untrusted(key, name, trust)
 
     permit(target)

@@ -215,7 +215,16 @@ def as_function(group: str, thing: Any) -> str:
         if type(thing).__module__ == "builtins":
             return f"give the class and its settings: {EXAMPLE}"
         name = name_here(type(thing))
-        return f'give the class: {group}={name}; with settings: {group}=({name}, {{"setting": 1}})'
+        if group == "schedule" and type(thing).__module__.startswith("torch.optim."):  # it would refuse the class
+            ours = (foreign_option(group, kind) or "schedule=cosine").partition("=")[2]
+            own = "`def my_schedule(step, steps)`, the share of the peak rate"
+            return f'schedule="{ours}"; or {own}, and schedule=my_schedule'
+        if group == "loss" and list(getattr(thing, "buffers", tuple)()):  # class weights are no setting
+            how = f"return {name}(…)(outputs, targets)"
+            return f"def my_loss(outputs, targets): {how} at the top level of the file, and loss=my_loss"
+        rate = getattr(thing, "defaults", {}).get("lr") if group == "optim" else None
+        example = '"setting": 1' if not isinstance(rate, float) else f'"lr": {rate}'
+        return f"give the class: {group}={name}; with settings: {group}=({name}, {{{example}}})"
     made = made_by(thing)
     written = f"def my_{group}(): return {made} at the top level of the file, and {group}=my_{group}"
     classes = (

@@ -56,3 +56,16 @@ def test_a_class_of_another_module_names_the_module_to_trust(tmp_path: Path) -> 
     assert "fix: 'trust=[late_of_mine,layers_of_mine]' if" in str(error.value)
     assert signature("late_of_mine.Norm", "model._target_", ["late_of_mine", "layers_of_mine"]) == {}
     assert locate("late_of_mine.Norm", ["late_of_mine", "layers_of_mine"]).__name__ == "Norm"
+
+
+def test_what_a_module_only_imports_is_named_where_it_is_defined(tmp_path: Path) -> None:
+    (tmp_path / "imports_of_mine.py").write_text(
+        "import functools, subprocess\nimport torch\nfrom torch.optim import RAdam\n"
+        "adam = functools.partial(torch.optim.Adam, lr=0.1)\nrun = functools.partial(subprocess.run, 'true')\n"
+    )
+    with pytest.raises(ValueError, match=r"optim=imports_of_mine\.RAdam: is torch\.optim.*\n  fix: optim=torch\.optim"):
+        signature("imports_of_mine.RAdam", "optim._target_", ["imports_of_mine"])
+    with pytest.raises(ValueError, match=r"is a functools\.partial of torch\.optim\.Adam.*\n  fix: torch\.optim\.Adam"):
+        locate("imports_of_mine.adam", ["imports_of_mine"])
+    with pytest.raises(ValueError, match=r"partial of subprocess\.run.*\n  fix: a class or function of imports_of"):
+        locate("imports_of_mine.run", ["imports_of_mine"])
