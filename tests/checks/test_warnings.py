@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.checks.validate import validate
-from dtrain.checks.warnings import warnings
+from dtrain.checks.warnings import of_loss, warnings
 from dtrain.cli import main
 from dtrain.config.files import RECIPES
 from dtrain.launch import recipes
@@ -34,6 +34,21 @@ def test_a_warm_up_longer_than_the_run() -> None:
     assert "\n" not in line and "schedule.warmup_steps=499" in line and "train.steps=100" in line and " 20% " in line
     assert not list(warnings(compose(*overrides, fixed(line))))
     assert not list(warnings(compose(*overrides, "schedule.warmup_steps=100")))
+
+
+def test_a_loss_whose_arguments_are_named_the_other_way_round(tmp_path: Path) -> None:
+    (tmp_path / "losses_of_keras.py").write_text(
+        "class Loss:\n    def forward(self, labels, logits): ...\n\n\ndef keras(y_true, y_pred): ...\n\n\n"
+        "def ours(y_pred, y_true): ...\n\n\ndef short(a, b): ...\n"
+    )
+    for name, line in (("keras", 5), ("Loss", 2)):
+        (text,) = of_loss({"loss": {"_target_": f"losses_of_keras.{name}"}})
+        assert f"losses_of_keras.py:{line}: " in text and "gets the outputs first" in text
+    assert "def keras(y_pred, y_true)" in next(of_loss({"loss": {"_target_": "losses_of_keras.keras"}}))
+    for name in ("ours", "short"):
+        assert not list(of_loss({"loss": {"_target_": f"losses_of_keras.{name}"}}))
+    assert not list(of_loss({"loss": {"_target_": "torch.nn.MSELoss"}}))
+    assert not list(of_loss({"script": {"program": "train.py"}})), "a script has no loss of dtrain"
 
 
 def test_hours_on_a_cpu() -> None:
