@@ -98,7 +98,7 @@ def edit(name: str, code: int, old: str, new: str, *words: str, argv: str = "", 
 NAMES = [
     typo("a misspelt class", "model=net.Nett", "model=net.Nett", "net.py has no Nett", fix="model=net.Net"),
     typo("the same with data that needs model.seq_len", "model=net.Nett data=text", "net.py has no Nett",
-         "fix: model=net.Net data.path=… data.seq_len=…"),
+         "fix: model=net.Net data.path=… data.seq_len=128"),
     typo("a misspelt module", "model=nett.Net", "there is no module nett", fix="model=net.Net"),
     typo("the file instead of the class", "model=net.py", "model=net.py", "MODULE.NAME", fix="model=net.Net"),
     typo("the module instead of the class", "model=net", "model=net:", "MODULE.NAME", fix="model=net.Net"),
