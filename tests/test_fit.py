@@ -288,7 +288,7 @@ def closure() -> Any:
         ),
         (
             {"schedule": torch.optim.lr_scheduler.StepLR(ADAM, 3)},
-            r'schedule=<StepLR>: is an object.*\n  fix: schedule="step"; or `def',
+            r'schedule=<StepLR>: is an object.*\n  fix: schedule="step"',
         ),
         (
             {"loss": torch.nn.CrossEntropyLoss(torch.ones(3))},
