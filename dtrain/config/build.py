@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.files import GROUPS, PARTIAL, RESERVED, TARGET, option_of, options_of
+from dtrain.config.hook_methods import METHODS, STATE
 from dtrain.errors import bad
 
 # Passes the trusted modules from the launcher to the ranks. The run folder cannot pass them: it may come from someone
@@ -171,6 +172,8 @@ def made_at_import(target: str, found: Any) -> ValueError:
         kind, example = type(found).__name__, "(named_parameters, lr=…)"
         known = f"torch.optim.{kind}, the class; or " if type(found).__module__.startswith("torch.optim.") else ""
         fix = f"{known}def my_{name}(named_parameters): return {kind}{example} at the top level of {module}"
+    if any(hasattr(type(found), method) for method in METHODS.keys() - STATE):  # a hook, which is never a function
+        fix = f"hooks={type(found).__module__}.{type(found).__qualname__}, the class"
     error = bad(TARGET, target, rule, fix)
     if at:
         error.add_note(f'File "{file}", line {at[0]}, in <module>')

@@ -56,11 +56,11 @@ class Hooks:
 
     def _made(self, name: str, section: Mapping[str, Any], trust: list[str]) -> Any:
         target = self.targets[name]
-        made = locate(target, trust)
-        if not callable(made):
-            kind = type(made)
-            rule = f"is an object ({kind.__name__}), and a hook is a class: each rank makes its own"
-            raise at_class(bad("hooks", target, rule, f"hooks={kind.__module__}.{kind.__name__}"), kind)
+        try:
+            locate(target, trust)
+        except ValueError as error:  # which names no setting
+            error.args = (str(error).replace(f"{TARGET}=", "hooks=", 1),)
+            raise
         with self._named(name, "__init__"):
             hook = build(section, trust)
         names = dict.fromkeys([*vars(type(hook)), *dir(hook)])  # its own before those that it inherits

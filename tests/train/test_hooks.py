@@ -140,7 +140,7 @@ def test_an_error_names_the_hook_its_file_and_line(tmp_path: Path) -> None:
         ("OddName", ["'my score!', which is not a name", 'fix: "my_score"'], 1),
         ("KeepsAnObject", ["state_dict returned what cannot be saved: state['x'] is an object"], 1),
         ("Never", ["every=0 must be a whole number of at least 1", "fix: every = 1"], 1),
-        ("an_object", ["is an object (Divides), and a hook is a class", f"fix: hooks={OWN}.Divides"], 1),
+        ("an_object", ["is an object (Divides)", f"fix: hooks={OWN}.Divides, the class"], 1),
         ("Network", ["is a model", f"fix: model={OWN}.Network"], 1),
     ],
 )
