@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import re
@@ -20,7 +21,7 @@ from dtrain.data.check import reader_of
 from dtrain.data.loader import Loader
 from dtrain.errors import bad
 from dtrain.models import calling, losses
-from dtrain.runs.source_lines import at_def, at_return
+from dtrain.runs.source_lines import at_def, at_return, source
 from dtrain.strategies.ddp import DDP
 from dtrain.train.process import log
 
@@ -53,10 +54,10 @@ def second_look(run: Run, error: Exception) -> Exception | None:
     data = run.train_data
     if OF_THE_BATCH.search(text):  # with another fix, the model or the setting may be wrong
         return at_return(error, reader_of(data.dataset))
+    in_forward = "\n  fix: " not in text and hasattr(run.strategy.module, "watch") and is_of_forward(run, error)
     # one rank may fail alone, and sharded weights need all ranks
     if not isinstance(data, Loader) or not (dist.get_world_size() == 1 or isinstance(run.strategy, DDP)):
-        return None
-    in_forward = "\n  fix: " not in text and hasattr(run.strategy.module, "watch") and is_of_forward(run, error)
+        return of_unpacking(run) if in_forward and "values to unpack" in text else None
     if not in_forward and not any(pattern.search(text) for pattern in (NO_GRADIENT, IN_PLACE)):
         return None
     count = run.cfg.train.micro_batch_size or len(data.sample()[0])
@@ -102,6 +103,23 @@ def of_own_loss(run: Run, inputs: Any, targets: Any) -> Exception | None:
                 fix = "def forward(self, x), without the targets"
             return at_def(bad("loss", chosen, rule, fix), type(module).forward)
     return None
+
+
+def of_unpacking(run: Run) -> Exception | None:
+    """Does forward unpack its only argument, x, y = batch? By its source, as no rank can try it alone."""
+    module: Any = run.strategy.module
+    call, function = calling.call_of(module), type(module).forward
+    found = source(function)
+    unpacked = [
+        node.value.id
+        for node in (ast.walk(found[1]) if found else ())
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Name)
+    ]
+    if len(call.names) != 1 or call.names[0] not in unpacked:
+        return None
+    rule = f"{call.name}.forward({call.names[0]}) unpacks what it gets, which are the inputs alone"
+    fix = "loss=own if forward returns the loss, or def forward(self, x) without the targets"
+    return at_def(bad("loss", run.cfg.choices.get("loss") or run.cfg.loss[TARGET], rule, fix), function)
 
 
 def of_gradient(run: Run, text: str, inputs: Any) -> Exception:

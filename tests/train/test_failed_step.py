@@ -144,6 +144,13 @@ def test_a_model_that_takes_the_targets_under_a_loss(model: type[Net], fix: str)
     assert str(error).endswith(f"gets the inputs alone\n  fix: {fix}") and shown(error).startswith("def forward(self, ")
 
 
+def test_a_model_that_unpacks_its_batch_where_no_rank_can_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    error = failed(OwnLossOfPair(), Samples())
+    assert "OwnLossOfPair.forward(pair) unpacks what it gets" in str(error) and "fix: loss=own if" in str(error)
+    assert isinstance(failed(Fails(), Samples()), TypeError)
+
+
 def test_an_error_that_the_targets_do_not_heal_stays() -> None:
     assert isinstance(failed(Fails(), Samples()), TypeError)
 
