@@ -92,15 +92,19 @@ def check_reads(model: Any, inputs: Any, targets: Any, choices: Mapping[str, Any
     name, gives = str(choices.get("model")), f"data={choices.get('data')} gives "
     shape = f"inputs {list(inputs.shape)} of {inputs.dtype}" if isinstance(inputs, Tensor) else "several inputs"
     tokens = getattr(model, "vocab_size", None)
+    is_pair = (
+        isinstance(inputs, Tensor) and inputs.dim() == 3 and inputs.shape[-1] == 2
+    )  # position or segment beside it
+    words = inputs[..., 0] if is_pair else inputs
     if not isinstance(inputs, Tensor):
         wanted = "one tensor"
-    elif tokens and (inputs.dtype not in (torch.int64, torch.int32) or inputs.dim() != 2):
+    elif tokens and (inputs.dtype not in (torch.int64, torch.int32) or words.dim() != 2):
         wanted = "tokens, whole numbers of shape [batch, places]"
     elif tokens and getattr(model, "positions", None) is not None and inputs.shape[1] > model.seq_len:
         rule = f"reads at most {model.seq_len} tokens, and {gives}{shape}"
         raise bad("model.seq_len", model.seq_len, rule, f"model.seq_len={inputs.shape[1]}")
-    elif tokens and inputs.numel() and not 0 <= int(inputs.min()) <= int(inputs.max()) < tokens:
-        low, high = int(inputs.min()), int(inputs.max())
+    elif tokens and words.numel() and not 0 <= int(words.min()) <= int(words.max()) < tokens:
+        low, high = int(words.min()), int(words.max())
         rule = f"reads tokens from 0 to {tokens - 1}, and {gives}{high if low >= 0 else low}"
         fix = f"model.vocab_size={high + 1}, or more" if low >= 0 else "tokens from 0"
         raise bad("model.vocab_size", tokens, rule, fix)

@@ -257,7 +257,7 @@ def _tensor_parallel() -> None:
                 model(x, y).backward()
             finish_sums(cut)
             torch.testing.assert_close(cut(x, y), whole(x, y))
-            torch.testing.assert_close(cut.eval()(x, y), whole.eval()(x, y))
+            torch.testing.assert_close(cut.eval()(x, y), whole.eval()(x, y), equal_nan=True)  # top 5 of 3 classes
         expected = dict(whole.named_parameters())
         for name, p in cut.named_parameters():
             gradient: Any = p.grad
