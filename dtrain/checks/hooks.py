@@ -36,10 +36,14 @@ def methods_of(target: str) -> set[str] | None:
         return None
     found = {node.name: arity(node) for node in source.body if isinstance(node, ast.FunctionDef)}
     nodes = {node.name: node for node in source.body if isinstance(node, ast.FunctionDef)}
-    used = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
-    # after_step = …, self.after_step = …
-    names = {node.id for node in ast.walk(source) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    found |= {name: None for name in (names | used) & METHODS.keys() - found.keys()}
+    attributes = [node for node in ast.walk(source) if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in attributes}
+    # after_step = … in the class, self.after_step = … in a method; not the run.model.state_dict() of another object
+    assigned = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
+    for statement in source.body:
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)):
+            assigned |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    found |= {name: None for name in assigned & METHODS.keys() - found.keys()}
     others = [name for name in nodes if name.startswith("on_") and meant(name) and name not in used]
     if others and not source.bases and found.keys() & METHODS.keys() and meant(others[0]) not in found:
         rule = f"{place(target, nodes[others[0]])}: {source.name}.{others[0]} is not a method that dtrain calls"

@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ class Hooks:
             check_methods(target, {k: v for k, v in found.items() if not k.startswith("_")})
             if isinstance(hook, nn.Module) and not found.keys() & METHODS.keys() - STATE:
                 raise bad("hooks", target, "is a model, and a hook has a method that dtrain calls", f"model={target}")
-            if not isinstance(every := getattr(hook, "every", 1), int) or every < 1:
+            every = getattr(hook, "every", 1)
+            if "after_step" in found and (not isinstance(every, Real) or every < 1):
                 rule = f"every={every!r} must be a whole number of at least 1: after_step is called every so many steps"
                 raise bad("hooks", target, rule, "every = 1")
         except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from dtrain.errors import CheckpointError
 from dtrain.launch.arguments import prepare_arguments
 from dtrain.runs.folder import latest_checkpoint
 from dtrain.runs.protocol import BAD_CONFIG, FAILED
+from dtrain.train.hooks import Hooks
 from dtrain.util import json_state
 from tests.world import make_run, metrics, start, summary, train
 
@@ -153,9 +155,11 @@ def test_what_a_hook_may_not_return(hook: str, words: list[str], size: int, tmp_
     assert "own_hooks.py:" in place, "the line of the user's code"
 
 
-@pytest.mark.parametrize("hook", ["Assigned", "AssignedLater", "Helped"])
+@pytest.mark.parametrize("hook", ["Assigned", "AssignedLater", "Helped", "Looks", "Tenth"])
 def test_methods_of_other_forms_and_names_are_no_mistake(hook: str, tmp_path: Path) -> None:
     hooked(tmp_path, hooks=f"hooks={OWN}.{hook}", size=1)
+    view: Any = SimpleNamespace(step=0)
+    assert Hooks({hook: {"_target_": f"{OWN}.{hook}"}}, ["tests"], view).all
 
 
 @pytest.mark.parametrize(
