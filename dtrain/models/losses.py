@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dtrain.errors import bad
+from dtrain.runs import causes
 from dtrain.runs.source_lines import at_def, at_return, gradient_cuts
 from dtrain.util.format import kind_of
 
@@ -105,7 +106,9 @@ def call_own(loss: Any, name: str, outputs: Any, targets: Any, **more: bool) -> 
         function = getattr(loss, "forward", getattr(loss, "func", loss))
         if "numpy() on Tensor" in str(error):  # torch's advice there is detach()
             raise without_gradient("loss", name, "numpy computes no gradient", function) from error
-        if "\n  fix: " in str(error) or not works(loss, targets, outputs, **more):
+        of_order = "\n  fix: " not in str(error) and not causes.is_users_own(error)
+        # not if memory was short, or a check of the user's found a bad value
+        if not of_order or works(loss, outputs, targets, **more) or not works(loss, targets, outputs, **more):
             raise
         rule = "fails as it is called, with the outputs first and then the targets, and works with the two swapped"
         first = "self, " if hasattr(loss, "forward") else ""

@@ -58,6 +58,12 @@ def _raised_by_python(error: BaseException) -> bool:
     return innermost is None or innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == RAISE
 
 
+def is_users_own(error: BaseException) -> bool:
+    """Is the innermost frame at a `raise` in a file of the user?"""
+    innermost = _innermost(error.__traceback__)
+    return innermost is not None and _raised_by_python(error) and is_users_file(innermost.tb_frame.f_code.co_filename)
+
+
 def _innermost(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

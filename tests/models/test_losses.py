@@ -1,5 +1,6 @@
 """Losses for models that only give outputs, and which of them the launcher refuses."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,26 @@ def test_a_loss_with_its_arguments_swapped() -> None:
     with pytest.raises(NotImplementedError):  # neither order works
         losses.call_own(swapped, "m.swapped", outputs, targets + 7)
     assert losses.call_own(lambda y, x: (x - y).square().mean(), "mean", outputs, outputs) == 0
+
+
+class Fails:
+    """A loss that takes its arguments in either order, and fails once."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if outputs.isnan().any():
+            raise ValueError("the outputs have NaN")
+        if error := self.error:
+            self.error = None
+            raise error
+        return (outputs - targets).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("error", "value"), [(torch.OutOfMemoryError("CUDA out of memory"), 0.0), (None, math.nan), (RuntimeError("busy"), 0.0)]
+)
+def test_a_loss_that_fails_for_another_reason_is_not_swapped(error: Exception | None, value: float) -> None:
+    with pytest.raises(type(error or ValueError()), match="NaN" if error is None else str(error)):
+        losses.call_own(Fails(error), "mse", torch.full((4,), value), torch.zeros(4))

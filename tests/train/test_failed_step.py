@@ -82,6 +82,18 @@ def cut(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs.detach(), targets)
 
 
+class FailsOnce(Net):
+    """Its second argument is optional, and memory is short once."""
+
+    memory = 0
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.memory += 1
+        if self.memory == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.last(x)
+
+
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -153,6 +165,7 @@ def test_a_model_that_unpacks_its_batch_where_no_rank_can_try(monkeypatch: pytes
 
 def test_an_error_that_the_targets_do_not_heal_stays() -> None:
     assert isinstance(failed(Fails(), Samples()), TypeError)
+    assert isinstance(failed(FailsOnce(), Samples()), torch.OutOfMemoryError)
 
 
 def test_class_numbers_that_do_not_start_at_0() -> None:
