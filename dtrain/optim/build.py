@@ -280,7 +280,7 @@ def check(make: MakeOptimizer, splits_weights: bool, names: Sequence[str] = ()) 
     names = names if getattr(make, "func", None) is of_function else ()
     try:
         whole, optimizer = updated(make, 1, 0, names)
-    except (ValueError, LookupError) as error:
+    except Exception as error:
         if not names or "\n  fix: " in str(error):
             raise
         log.info("the optimizer takes certain shapes only, so it could not be tried on a small matrix (%s)", error)

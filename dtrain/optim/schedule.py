@@ -15,8 +15,9 @@ from typing import Any
 from dtrain.errors import bad
 from dtrain.runs.source_lines import at_return
 
+ROUNDED = 1e-6  # what rounding may add to a share: 1 - 3 * x**2 + 2 * x**3 ends a little below 0
 SMALL = 0.02  # a schedule that never reaches it probably returns the rate, not a share of the peak rate
-MOST_TRIED = 1000  # steps at which a schedule of the user is tried before the first one
+MOST_TRIED = 500  # first steps at which a schedule of the user is tried before the first one, and of all others
 
 
 def constant(step: int, steps: int, warmup_steps: int = 0) -> float:
@@ -53,7 +54,9 @@ def checked(schedule: functools.partial[Any], name: str, steps: int) -> tuple[Ca
 
     And a warning, if it seems to return the rate itself.
     """
-    largest = max(share_of(schedule, name, step) for step in range(0, steps, -(-steps // MOST_TRIED)))
+    # one after another, and then some of all others: every 100th of a cycle of 100 steps would be its lowest one
+    tried = {*range(min(steps, MOST_TRIED)), *range(0, steps, -(-steps // MOST_TRIED))}
+    largest = max(share_of(schedule, name, step) for step in sorted(tried))
     if largest == 0 and steps > 1:
         rule = "returned 0 at every step, so nothing would be trained"
         raise refused(schedule, name, rule, f"return the share of the peak rate, from 0 to 1; {EXAMPLE}")
@@ -77,7 +80,7 @@ def share_of(schedule: functools.partial[Any], name: str, step: int) -> float:
         rule = f"{called} returned {value if value is None else type(value).__name__}{missing}"
         fix = f"return the share of the peak rate, from 0 to 1, {EXAMPLE}"
         raise refused(schedule, name, rule, fix) from error
-    if not 0 <= share <= 1 + 1e-6:  # rounded
+    if not -ROUNDED <= share <= 1 + ROUNDED:
         rule = f"{called} returned {share:g}, but it is the share of the peak rate, from 0 to 1"
         fix = "return it divided by its largest value, and give the peak as optim.lr=…"
         raise refused(schedule, name, rule, fix if share > 1 else f"return 0 or more, {EXAMPLE}")

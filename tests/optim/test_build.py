@@ -287,6 +287,19 @@ def test_a_function_may_choose_weights_by_name_and_its_rates_are_the_peaks(split
     check(make, splits_weights, [name for name, _ in model.named_parameters()])
 
 
+def by_shape(named: Any) -> torch.optim.Optimizer:
+    weights = dict(named)
+    assert len(weights["0.weight"].view(-1, 3)) > 0
+    return torch.optim.SGD(weights.values(), lr=0.1)
+
+
+def test_a_function_that_takes_certain_shapes_is_not_tried_on_another(caplog: pytest.LogCaptureFixture) -> None:
+    make = factory({"_target_": f"{__name__}.by_shape"}, [__name__], 64)
+    with caplog.at_level("INFO", "dtrain"):
+        check(make, False, ["0.weight"])
+    assert "the optimizer takes certain shapes only" in caplog.text
+
+
 def of_another_model(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(make_model().parameters(), lr=0.1)
 

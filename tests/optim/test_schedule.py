@@ -1,5 +1,6 @@
 """Schedules: a pure function of the step, up during the warm-up, down to min_ratio at the last step."""
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.config.build import build
-from dtrain.optim.schedule import constant, cosine, linear, polynomial, staircase, wsd
+from dtrain.optim.schedule import checked, constant, cosine, linear, polynomial, staircase, wsd
 
 DECAYING = [linear, cosine, polynomial]
 ratios = st.floats(0, 1)
@@ -90,3 +91,19 @@ def test_a_resumed_run_goes_on_with_the_same_rates(run: tuple[int, int], name: s
     resumed_at = data.draw(st.integers(0, steps - 1))
     again = build(node, steps=steps)
     assert [again(step) for step in range(resumed_at, steps)] == whole[resumed_at:]
+
+
+def cycle(step: int, steps: int) -> float:
+    return (step % 100) / 100
+
+
+def rounded(step: int, steps: int) -> float:
+    x = step / (steps - 1)
+    return (1 - 3 * x**2 + 2 * x**3) - 1e-16
+
+
+@pytest.mark.parametrize("schedule", [cycle, rounded])
+def test_a_schedule_that_returns_to_zero_is_used_as_it_is(schedule: Any) -> None:
+    share, warnings = checked(functools.partial(schedule, steps=100_000), "my.schedule", 100_000)
+    assert [share(step) for step in (0, 50, 99_999)] == [schedule(step, 100_000) for step in (0, 50, 99_999)]
+    assert not warnings
