@@ -67,7 +67,8 @@ def not_trained(model: nn.Module) -> Iterator[tuple[str, str]]:
             items = inside(value) if isinstance(value, (list, tuple, dict)) else (value,)
             for item in items:
                 wants = isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and item.requires_grad
-                if wants and item.is_leaf:
+                # a dummy is an input that lets torch.utils.checkpoint compute a gradient (use_reentrant=True)
+                if wants and item.is_leaf and "dummy" not in name.lower():
                     kinds: dict[type, str] = {list: "ParameterList", tuple: "ParameterList", dict: "ParameterDict"}
                     yield f"{prefix}.{name}" if prefix else name, kinds.get(type(value), "Parameter")
                     break
@@ -131,9 +132,11 @@ def needed_loss(model: str, targets: Any, choices: Mapping[str, Any]) -> str:
     return " loss=mse" if targets.is_floating_point() else " loss=cross_entropy"
 
 
-def inside(value: Any) -> Iterator[Any]:
+def inside(value: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Yield what is in lists, tuples and dicts, also if one contains itself. around: those that contain it."""
+    around = (*around, id(value))
     for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, (list, tuple, dict)):
-            yield from inside(item)
-        else:
+        if not isinstance(item, (list, tuple, dict)):
             yield item
+        elif id(item) not in around:
+            yield from inside(item, around)

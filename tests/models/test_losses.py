@@ -256,7 +256,8 @@ class Fails:
 
 
 @pytest.mark.parametrize(
-    ("error", "value"), [(torch.OutOfMemoryError("CUDA out of memory"), 0.0), (None, math.nan), (RuntimeError("busy"), 0.0)]
+    ("error", "value"),
+    [(torch.OutOfMemoryError("CUDA out of memory"), 0.0), (None, math.nan), (RuntimeError("busy"), 0.0)],
 )
 def test_a_loss_that_fails_for_another_reason_is_not_swapped(error: Exception | None, value: float) -> None:
     with pytest.raises(type(error or ValueError()), match="NaN" if error is None else str(error)):

@@ -215,6 +215,23 @@ def test_a_model_that_gives_no_loss_is_told() -> None:
         made(loss=losses_.own)
 
 
+class Beside(nn.Module):
+    """A tensor that makes torch.utils.checkpoint compute a gradient, and a dict that contains itself."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        setattr(self, name, torch.ones(1, requires_grad=True))
+        self.known: dict[str, Any] = {}
+        self.known["all"] = [self.known]
+
+
+def test_a_tensor_that_wants_a_gradient_is_told_unless_it_is_a_dummy() -> None:
+    assert isinstance(user_model.construct(lambda: Beside("dummy_tensor"), 0), Beside)
+    with pytest.raises(ValueError, match="model=Beside: scale is a tensor with requires_grad, but no Parameter"):
+        user_model.construct(lambda: Beside("scale"), 0)
+
+
 # ---- 16 bits -------------------------------------------------------------------------------------------------
 
 
