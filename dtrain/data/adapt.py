@@ -161,7 +161,7 @@ def refuse_columns(name: str, data: Any, function: Any) -> None:
     """Reject lists where inputs and targets are meant: lists of as many numbers, or lists of numbers, as each other."""
     if (
         not isinstance(data, (tuple, list))
-        or len(data) < 2
+        or not 2 <= len(data) <= MOST_PARTS
         or not all(is_array(p) or isinstance(p, list) for p in data)
     ):
         return
@@ -312,7 +312,7 @@ class Arrays:
         self.columns = [str(column) for column in getattr(arrays[0], "columns", ())]
         wanted = [part.to_numpy() if hasattr(part, "to_numpy") else part for part in arrays]
         for part, values in zip(arrays, wanted, strict=True):
-            if not isinstance(values, Tensor) and np.asarray(values).dtype.kind not in "biuf":
+            if not isinstance(values, Tensor) and np.asarray(values).dtype.kind not in "biufc":
                 raise at_return(without_numbers(name, part, values), reader)
         given = [part if isinstance(part, Tensor) else torch.from_numpy(np.asarray(part)) for part in wanted]
         parts = [standard(part.detach().cpu()) for part in given]

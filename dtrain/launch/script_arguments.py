@@ -91,7 +91,8 @@ def points(value: str, is_sweep: bool) -> list[list[str]]:
     """Read the arguments of a program: [--lr,1e-3] or `--lr 1e-3`; in a sweep, several of either, with commas."""
     if re.fullmatch(r"(\[[^\[\]]*\],?)+", value):
         lists = re.findall(r"\[([^\[\]]*)\]", value)
-        if any(re.match(r"-\S*\s+\S", item.strip()) for text in lists for item in text.split(",")):
+        # [--lr 1e-3] and [--lr=1 --wd=2], but not [--prompt=two words]
+        if any(re.match(r"-([^\s=]*\s+\S|\S*\s+-\S)", item.strip()) for text in lists for item in text.split(",")):
             words = [part for text in lists for item in text.split(",") for part in shlex.split(item)]
             raise bad("script_args", value, "has arguments without a comma", arguments_word(words))
         return [[item.strip().strip("'\"") for item in text.split(",") if item.strip()] for text in lists]

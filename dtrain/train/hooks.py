@@ -352,7 +352,7 @@ class Hooks:
 
     def _refused(self, name: str, method: str, rule: str, fix: str) -> ValueError:
         """The error of what a method returned; with the line of its `return`."""
-        function = inspect.unwrap(getattr(self.all[name], method))
+        function = inspect.unwrap(getattr(self.all[name], method, None))  # None: that of another rank
         return at_return(bad("hooks", self.targets[name], f"{method} {rule}", fix), function)
 
 

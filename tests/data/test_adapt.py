@@ -128,6 +128,8 @@ def test_arrays() -> None:
         assert fix in str(caught.value).partition("\n  fix: ")[2], caught.value
     with pytest.raises(ValueError, match=r"torch.tensor\(inputs\)"):
         adapted("d", (x, y))  # of {"train": (x, y)}
+    assert len(adapted("d", [[1, 2, 3, 4, 5, 6, 7]] * 6)) == 6  # samples, each a list of tokens
+    assert adapted("d", (np.ones((2, 2), np.complex64), np.ones(2))).inputs.dtype == torch.complex64
     with pytest.raises(ValueError, match="array of <U1, not of numbers"):
         adapted("d", (np.ones((2, 2)), np.array(["a", "b"])))
     with pytest.raises(ValueError, match="pairs are not clear"):

@@ -27,6 +27,7 @@ def test_arguments_reach_hydra_as_they_were_typed(items: list[str]) -> None:
 def test_short_forms(tmp_path: Path) -> None:
     assert points("--lr 1e-3 --name 'a b'", False) == [["--lr", "1e-3", "--name", "a b"]]
     assert points("[--lr,1e-3],[--lr, 1e-2]", True) == [["--lr", "1e-3"], ["--lr", "1e-2"]]
+    assert points("[--prompt=two words,-v]", False) == [["--prompt=two words", "-v"]]
     assert points("--lr 1e-3,--lr 1e-2", True) == [["--lr", "1e-3"], ["--lr", "1e-2"]]
     assert points("--sizes 1,2", False) == [["--sizes", "1,2"]]
     words = prepare_arguments([f"script={tmp_path}/a b.py", "name=x"])
@@ -47,6 +48,7 @@ def test_short_forms(tmp_path: Path) -> None:
         (["script=t.py", "--name", "a b"], "script=t.py \"script_args=--name 'a b'\""),
         (["script=t.py", "script_args=--lr", "3"], "'script_args=[--lr,3]'"),
         (["script=t.py", "script_args=[--lr 3,-v]"], "'script_args=[--lr,3,-v]'"),
+        (["script=t.py", "script_args=[--lr=3 --wd=1]"], "'script_args=[--lr=3,--wd=1]'"),
     ],
 )
 def test_a_program_typed_with_its_arguments(words: list[str], fix: str) -> None:

@@ -159,7 +159,9 @@ def test_what_a_hook_may_not_return(hook: str, words: list[str], size: int, tmp_
 def test_methods_of_other_forms_and_names_are_no_mistake(hook: str, tmp_path: Path) -> None:
     hooked(tmp_path, hooks=f"hooks={OWN}.{hook}", size=1)
     view: Any = SimpleNamespace(step=0)
-    assert Hooks({hook: {"_target_": f"{OWN}.{hook}"}}, ["tests"], view).all
+    hooks = Hooks({hook: {"_target_": f"{OWN}.{hook}"}}, ["tests"], view)
+    with pytest.raises(ValueError, match="dtrain itself has a value named loss"):  # which another rank returned
+        hooks._check_new({"loss": 1.0}, {})
 
 
 @pytest.mark.parametrize(
