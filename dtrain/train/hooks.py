@@ -352,8 +352,9 @@ class Hooks:
 
     def _refused(self, name: str, method: str, rule: str, fix: str) -> ValueError:
         """The error of what a method returned; with the line of its `return`."""
-        function = inspect.unwrap(getattr(self.all[name], method, None))  # None: that of another rank
-        return at_return(bad("hooks", self.targets[name], f"{method} {rule}", fix), function)
+        function = getattr(self.all[name], method, None)  # None: that of another rank
+        error = bad("hooks", self.targets[name], f"{method} {rule}", fix)
+        return at_return(error, inspect.unwrap(function) if function else None)
 
 
 class _Named:
