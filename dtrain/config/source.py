@@ -319,7 +319,7 @@ def members(module: str, key: str) -> list[str]:
 
 
 # libraries of which people name a model, data, a loss or an optimizer
-LIBRARIES = (
+INSTALLED_ALONE = (
     "torchvision", "timm", "transformers", "datasets", "torchaudio", "lightning", "pytorch_lightning", "monai",
     "diffusers", "segmentation_models_pytorch", "open_clip", "sentence_transformers", "peft", "bitsandbytes",
     "accelerate", "torchmetrics", "torch_geometric", "efficientnet_pytorch", "vit_pytorch", "kornia", "sklearn",
@@ -344,7 +344,7 @@ def no_module(target: str, module: str, key: str) -> ValueError:
     )
     near = difflib.get_close_matches(part, here, 1, 0.6)
     rule = f"there is no module {part} in this folder, nor is one installed"
-    library = difflib.get_close_matches(part, [] if near else LIBRARIES, 1, 0.8)
+    library = difflib.get_close_matches(part, [] if near else INSTALLED_ALONE, 1, 0.8)
     if library and spec_of(library[0]) is None:
         meant = "" if library[0] == part else f"did you mean {key}={'.'.join([library[0], *parts[1:], name])}? Then "
         ours = next((one for one in options_of(key) if one == name.lower()), "") if key in GROUPS else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,6 +61,7 @@ class Strategy:
     unused = ""  # a warning: names of weights that got no gradient in it
     waits_for_gradients = False  # of every weight in every step
     first_target = 0  # targets of a sample before this one never count: a Hugging Face model shifts its labels
+    reduced: Collection[nn.Parameter] | None = None  # the weights whose gradients this rank gets; None: all
     updates_all = True  # whether a rank's optimizer has all trained weights of its module
     ranks_meet = True  # in every step, in a collective
     steps_ahead = 0  # by how many steps a rank may be ahead of the slowest, if the ranks do not meet in every step
@@ -318,7 +319,7 @@ class Strategy:
         if not self.gradients_checked:
             self.gradients_checked = True
             needs_all = self.waits_for_gradients
-            self.unused = first_pass.check(self.module, self.optimizer, needs_all, self.updates_all)
+            self.unused = first_pass.check(self.module, self.optimizer, needs_all, self.updates_all, self.reduced)
 
     def update(self, loss: Tensor) -> StepResult | LateResult:
         """Unscale, clip, and step if everything is finite and no spike. All ranks decide on the same numbers."""

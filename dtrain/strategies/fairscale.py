@@ -48,6 +48,7 @@ class FairScale(DDP):
         self.oss = self.shard(self.make_whole_optimizer(model.named_parameters()))
         if self.mode == "oss" or self.sizes.dp == 1:
             return super().wrap(model)
+        self.reduced = self.owned
         compile_model(model, self.compile)  # inside the wrapper, whose forward pass sets up hooks
         return ShardedDataParallel(
             model,

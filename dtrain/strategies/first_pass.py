@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
@@ -17,10 +17,17 @@ log = logging.getLogger("dtrain")
 MOST_SHOWN = 5  # names in a message
 
 
-def check(model: nn.Module, optimizer: torch.optim.Optimizer, needs_all: bool, updates_all: bool = True) -> str:
+def check(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    needs_all: bool,
+    updates_all: bool = True,
+    reduced: Collection[nn.Parameter] | None = None,
+) -> str:
     """Reject weights that training would leave as they are; if no collective waits for them, return a warning.
 
-    updates_all: the optimizer of this rank has all weights, so another one was made by forward().
+    updates_all: the optimizer of this rank has all weights, so another one was made by forward(). reduced: the weights
+    whose gradients this rank gets; None: all.
     """
     name = name_of(model)
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -30,7 +37,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, needs_all: bool, u
         if new:
             rule = f"{listed(new)} did not exist before forward() ran, so the optimizer does not know {them(new)}"
             raise at_attribute(bad("model", name, rule, f"create {them(new)} in {name}.__init__"), model, new[0])
-    unused = [n for n, p in trained.items() if p.grad is None]
+    unused = [n for n, p in trained.items() if p.grad is None and (reduced is None or p in reduced)]
     if needs_all and 0 < len(unused) < len(trained):
         fix = f"use {them(unused)} in every step, remove {them(unused)}, or requires_grad_(False) in __init__"
         refused = bad("model", name, f"{said_of(unused)}, and strategy=ddp on several ranks waits for all", fix)

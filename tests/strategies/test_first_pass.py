@@ -45,6 +45,13 @@ def test_unused_weights_are_named_by_the_users_class(kind: type[Net], caplog: py
         first_pass.check(model, optimizer_of(model), needs_all=True)
 
 
+def test_gradients_that_another_rank_gets_are_not_missed() -> None:
+    model = Net()
+    model(torch.ones(1, 2)).backward()
+    assert first_pass.check(model, optimizer_of(model), False, reduced={*model.used.parameters()}) == ""
+    assert first_pass.check(model, optimizer_of(model), False, reduced={*model.extra.parameters()}) == TOLD
+
+
 def test_under_an_engine_that_takes_the_gradients() -> None:
     model, found = Net(), list[str]()
     with first_pass.watched(model, found):
