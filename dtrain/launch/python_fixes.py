@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dtrain.config.files import SECRET, SEVERAL, flatten, known_settings, options_of
-from dtrain.config.hydra_errors import GROUPS, METRICS, unknown_setting
+from dtrain.config.hydra_errors import GROUPS, METRICS, OWN, unknown_setting
 from dtrain.errors import ELSEWHERE, OURS, foreign, unknown
 from dtrain.launch.python_objects import as_function, holds_objects, is_code, is_with_settings, name_here, same_option
 
@@ -36,7 +37,7 @@ def in_python(message: str, given: Mapping[str, Any]) -> str:
     fix = re.sub(r", or -m [^;\n]*", "", fix)  # fit starts one run
     names = known_settings()
     if meant := re.match(r"did you mean ([\w.]+(?: or [\w.]+)*)\?", fix):
-        plain = {key: value[1] if is_with_settings(value) else value for key, value in given.items()}
+        plain = {key: with_sections(key, value) for key, value in given.items()}
         value = flatten(plain).get(wrong, ...)
         typed = "…" if value is ... or holds_objects(value) else as_word(value)
         known = [name for name in meant[1].split(" or ") if name.partition(".")[0] in heads(names)]
@@ -103,7 +104,7 @@ def called(pairs: Pairs, given: Mapping[str, Any], wrong: str) -> str:
             option = as_python(options[name])
             inner = inner.get(options[name], inner) if name in SEVERAL else inner
             arguments.append(f"{name}=({option}, {shown(inner)})" if inner else f"{name}={option}")
-        elif inner and (merged := with_given(None if name == wrong else given.get(name), inner, wrong)):
+        elif inner and (merged := with_given(name, given.get(name), inner, wrong)):
             arguments.append(f"{name}={merged}")
         elif inner:  # what is given cannot be repeated here
             dotted |= {key: settings[key] for key in settings if key not in alone}
@@ -121,17 +122,52 @@ def is_nested(section: Any, key: str) -> bool:
     return isinstance(section, Mapping) and key.rpartition(".")[2] in section
 
 
-def with_given(value: Any, inner: Mapping[str, Any], wrong: str) -> str:
+def split(value: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Split what is given for a group into its class, function or option, and its settings."""
+    if isinstance(value, functools.partial) and not value.args:
+        return value.func, value.keywords
+    return value if is_with_settings(value) else (None, value) if isinstance(value, Mapping) else (value, {})
+
+
+def with_given(group: str, value: Any, inner: Mapping[str, Any], wrong: str) -> str:
     """Return the settings of a group together with those that the call has given; "" if they cannot be repeated."""
-    if value is None:
+    thing, settings = split(value)
+    is_own = is_code(thing) or (isinstance(thing, str) and OWN.fullmatch(thing))
+    if value is None or (group == wrong and not is_own):  # optim=0.1 becomes optim={"lr": 0.1}
         return shown(inner)
-    thing, settings = value if is_with_settings(value) else (None, value) if isinstance(value, Mapping) else (value, {})
-    kept = {key: item for key, item in settings.items() if key != wrong.partition(".")[2]}
+    if group in SEVERAL and thing is not None:
+        return several_with_given(group, value, inner, wrong)
+    kept = {key: item for key, item in settings.items() if key != wrong.removeprefix(f"{group}.")}
     is_named = thing is None or isinstance(thing, str) or is_code(thing)
     if holds_objects(kept) or not is_named:
         return ""
-    merged = shown({**kept, **inner})
-    return merged if thing is None else f"({name_here(thing)}, {merged})"
+    merged = {**kept, **inner}
+    return shown(merged) if thing is None else f"({name_here(thing)}, {shown(merged)})" if merged else name_here(thing)
+
+
+def several_with_given(group: str, value: Any, inner: Mapping[str, Any], wrong: str) -> str:
+    """Do so for hooks or loggers, each of which has a section for its settings."""
+    listed = isinstance(value, (list, tuple)) and not is_with_settings(value)
+    given = {section_of(one): one for one in (value if listed else [value])}
+    if not inner.keys() <= given.keys() or not all(isinstance(one, Mapping) for one in inner.values()):
+        return ""
+    parts = [with_given(f"{group}.{name}", one, inner.get(name, {}), wrong) for name, one in given.items()]
+    return "" if not all(parts) else f"[{', '.join(parts)}]" if listed else parts[0]
+
+
+def section_of(value: Any) -> str:
+    """Return the name of the section that the settings of a hook or logger have."""
+    thing = split(value)[0]
+    return str(getattr(thing, "__name__", thing)).rpartition(".")[2]
+
+
+def with_sections(group: str, value: Any) -> Any:
+    """Return the settings that a call has given for a group, as nested mappings."""
+    thing, settings = split(value)
+    if group not in SEVERAL or thing is None:
+        return settings if settings else value
+    values = value if isinstance(value, (list, tuple)) and not is_with_settings(value) else [value]
+    return {section_of(one): dict(split(one)[1]) for one in values}
 
 
 def shown(value: Any) -> str:
@@ -182,8 +218,10 @@ def check_names(given: Mapping[str, Any]) -> None:
     messages: dict[str, str] = {}
     together: dict[str, str] = {}  # of a command line: settings of one group are one argument
     fixes: list[str] = []
+    objects: set[str] = set()
     for name, value in flatten(wrong).items() if wrong else ():
-        if holds_objects(value):
+        if holds_objects(value) or is_with_settings(value):
+            objects.add(name)
             messages[name], fix = with_an_object(name, value, ours)
             fixes += [fix] if fix else []
             continue
@@ -199,7 +237,7 @@ def check_names(given: Mapping[str, Any]) -> None:
                 together.setdefault(key, typed)
             fixes.append(fix)
     if len(messages) > 1 and len(fixes) == len(messages):
-        spelled = [fix for name, fix in zip(messages, fixes, strict=True) if holds_objects(flatten(wrong)[name])]
+        spelled = [fix for name, fix in zip(messages, fixes, strict=True) if name in objects]
         fix = ", ".join([*spelled, called([*together.items()], right, "")] if together else spelled)
         raise ValueError(f"{', '.join(messages)}: there are no such arguments\n  fix: {fix}")
     if messages:
@@ -217,8 +255,10 @@ def parameters_of(thing: Any) -> set[str]:
 
 def with_an_object(key: str, value: Any, ours: set[str]) -> tuple[str, str]:
     """Explain an argument of another program, or a misspelled one, whose value is an object; return also its fix."""
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    named = all(isinstance(p, str) or is_code(p) for p in parts)
+    several = isinstance(value, (list, tuple)) and not is_with_settings(value)
+    parts = value if several else [value]
+    pairs = [split(part) for part in parts]
+    named = all((isinstance(p, str) or is_code(p)) and not holds_objects(more) for p, more in pairs)
     group, text = foreign(key), ""
     if key in METRICS:
         fix = "hooks=MyMetrics, a class with eval_metrics(self, outputs, targets): docs/your-own.md#hooks"
@@ -228,9 +268,10 @@ def with_an_object(key: str, value: Any, ours: set[str]) -> tuple[str, str]:
         near = re.search(r"did you mean (\w+)", text)
         group = near[1] if near and near[1] in GROUPS else None
     if group and named and (len(parts) == 1 or group in SEVERAL):
-        names = ", ".join(map(name_here, parts))
+        names = ", ".join(f"({name_here(p)}, {shown(more)})" if more else name_here(p) for p, more in pairs)
         fix = f"{group}=[{names}]" if group in SEVERAL else f"{group}={names}"
-        fix = same_option(group, getattr(parts[0], "__name__", "")) or fix if len(parts) == 1 else fix
+        alone = pairs[0][0] if len(pairs) == 1 and not pairs[0][1] else None
+        fix = same_option(group, getattr(alone, "__name__", "")) or fix
         return f"{key}: there is no such argument\n  fix: {fix}", fix
     if group:
         fix = as_function(group, next(p for p in parts if not is_code(p)) if group in SEVERAL else value)

@@ -16,6 +16,7 @@ from dtrain.launch.python_fixes import in_python
 from tests.test_bad_inputs import COMPOSE_ONCE
 
 FILE = """
+import torch
 from torch import nn
 
 class Net(nn.Module):
@@ -28,6 +29,23 @@ class Net(nn.Module):
 class Hook:
     def after_step(self, run):
         pass
+
+class Every:
+    def __init__(self, every: int, who: str = "x"):
+        self.every, self.who = every, who
+
+    def after_step(self, run):
+        pass
+
+class Momentum(torch.optim.SGD):
+    def __init__(self, params, lr, beta: float = 0.9):
+        super().__init__(params, lr=lr)
+
+def smooth(outputs, targets, smoothing):
+    return outputs.mean()
+
+def warm(step, steps, warmup):
+    return 1.0
 
 def points():
     return [], []
@@ -48,7 +66,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(Local, "launch", lambda self, run_dir: 0)
     monkeypatch.delitem(sys.modules, "own_things", raising=False)
     module = importlib.import_module("own_things")
-    return {"Net": module.Net, "Hook": module.Hook, "points": module.points}
+    return {name: value for name, value in vars(module).items() if not name.startswith("__")}
 
 
 CALLS = {  # what is typed besides a model, data and a loss, and its fix
@@ -115,6 +133,27 @@ def test_the_fix_is_accepted_as_it_is_printed(typed: str, own: dict[str, Any]) -
         ("Net, points, criterion=nn.CrossEntropyLoss()", "give the class: loss=torch.nn.CrossEntropyLoss;"),
         ("(Net, 3), points", 'model=(own_things.Net, {"dim": 3})'),
         ("[Net], points", "model=own_things.Net"),
+        ("Net, points, optim=Momentum", 'optim=(own_things.Momentum, {"lr": …})'),
+        ('Net, points, optim="own_things.Momentum"', 'optim=("own_things.Momentum", {"lr": …})'),
+        (
+            'Net, points, optim=(Momentum, {"lr": 0.1, "bta": 3})',
+            'did you mean optim=(own_things.Momentum, {"lr": 0.1, "beta": 3})?',
+        ),
+        ("Net, points, loss=smooth", 'loss=(own_things.smooth, {"smoothing": …})'),
+        ("Net, points, schedule=warm", 'schedule=(own_things.warm, {"warmup": …})'),
+        ('Net, points, optimizer=(Momentum, {"lr": 0.1})', 'optim=(own_things.Momentum, {"lr": 0.1})'),
+        ('Net, points, optimizer=("sgd", {"lr": 0.1})', 'optim=("sgd", {"lr": 0.1})'),
+        ("Net, points, optimizer=functools.partial(Momentum, lr=0.1)", 'optim=(own_things.Momentum, {"lr": 0.1})'),
+        (
+            'Net, points, callbacks=[Hook, (Every, {"every": 2})]',
+            'hooks=[own_things.Hook, (own_things.Every, {"every": 2})]',
+        ),
+        (
+            'Net, points, hooks=[Hook, (Every, {"evry": 2})]',
+            'did you mean hooks=[own_things.Hook, (own_things.Every, {"every": 2})]?',
+        ),
+        ('Net, points, hooks=(Every, {"who": "y"})', 'hooks=(own_things.Every, {"who": "y", "every": …})'),
+        ("Net, points, hooks=[Hook, Every]", 'hooks=[own_things.Hook, (own_things.Every, {"every": …})]'),
         ("Net, points, dim=4", 'model=(own_things.Net, {"dim": 4})'),
         ('(Net, {"dmi": 4}), points', 'did you mean model=(own_things.Net, {"dim": 4})?'),
         ("Net, points, resume=True", 'resume="latest"'),
@@ -123,7 +162,7 @@ def test_the_fix_is_accepted_as_it_is_printed(typed: str, own: dict[str, Any]) -
 )
 def test_objects_in_the_wrong_place(typed: str, fix: str, own: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="\n  fix: ") as refused:
-        eval(f"dtrain.fit({typed})", {"dtrain": dtrain, "nn": nn, "optim": optim, **own})
+        eval(f"dtrain.fit({typed})", {**own, "dtrain": dtrain, "nn": nn, "optim": optim, "functools": functools})
     found = str(refused.value).partition("\n  fix: ")[2]
     assert found.replace("own_things.", "").startswith(fix.replace("own_things.", "")), refused.value
 
