@@ -119,6 +119,10 @@ CASES = [
     case("launch precision=@x", "precision=@x", "fix: "),
     case("launch precision=true", "precision=true: there is no such option", "precision can be "),
     case("launch strategy fsdp", "strategy: is not understood", "fix: strategy=fsdp"),
+    case("launch -m optim.lr=1e-3, 3e-3", "optim.lr=1e-3,: is not", "fix: -m optim.lr=1e-3,3e-3   (no space"),
+    case("launch -m optim.lr=[1e-3,3e-3]", "must be a number", "fix: optim.lr=0.001, or -m optim.lr=0.001,0.003\n"),
+    case("search optim.lr=loguniform(1e-4,1e-2)", "is not", "fix: 'optim.lr=tag(log,interval(1e-4,1e-2))'   (for"),
+    case("launch train.steps=50 warmup_ratio=0.1", "no such setting", "fix: schedule.warmup_steps=5   (a number"),
     case("launch strategy.tp=2", "strategy.tp=2: strategy=ddp has no such setting", "or strategy=tensor or 3d"),
     case("launch optim.betas=0.9", "optim.betas=0.9: must be a list", "fix: 'optim.betas=[0.9,0.95]'"),
     case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from dtrain.commands.run_parser import CHECKPOINT, TRUST, RunParser
@@ -9,6 +10,7 @@ from dtrain.errors import bad
 
 # what is written, and its default name in the run folder
 NAMES = {"safetensors": "model{}.safetensors", "hf": "hf{}", "gguf": "model{}.gguf", "onnx": "onnx{}"}
+ENDINGS = {".gguf": "gguf", ".onnx": "onnx", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".pkl"), "")}  # "": none
 
 
 def main(argv: list[str]) -> int:
@@ -34,6 +36,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--trust", nargs="*", default=[], metavar="MODULE", help=TRUST)
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights (ema.decay)")
     options = parser.parse_args(argv)
+    ending = Path(options.out or "").suffix.lower()
+    if options.format == "safetensors" and ending in ENDINGS:
+        rule = "has the ending of another format, and --format is safetensors"
+        asked = shlex.join(
+            [word for word in [options.run, *(["--format", ENDINGS[ending]] if ENDINGS[ending] else [])]]
+        )
+        target = options.out if ENDINGS[ending] == "gguf" else str(Path(options.out).with_suffix(""))
+        target = target if ENDINGS[ending] else str(Path(options.out).with_suffix(".safetensors"))
+        raise bad("OUT", options.out, rule, f"dtrain export {asked} {shlex.quote(target)}")
     if options.format == "onnx" and options.dtype not in (None, "float32"):
         rule = "an onnx export has fp32 weights"
         raise bad("--dtype", options.dtype, rule, "leave it out, and convert model.onnx with onnxruntime's tools")

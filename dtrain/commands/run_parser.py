@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import os
 import re
 import shlex
@@ -15,6 +16,8 @@ from dtrain.errors import bad
 
 TRUST = "your own modules that the run uses; 'trust=[MODULE]' is the same"
 CHECKPOINT = "a run folder, a part of its name, or latest; RUN@STEP or RUN@best for another than the newest checkpoint"
+
+OUTPUTS = ("o", "out", "output", "output-dir", "output-file", "output-path", "out-dir", "file", "dest")
 
 
 class RunParser(argparse.ArgumentParser):
@@ -66,10 +69,19 @@ class RunParser(argparse.ArgumentParser):
         raise self._wrong_value(names[-1], action, found[2])
 
     def _unrecognized(self, word: str) -> ValueError:
+        positions = {action.dest for action in self._actions if not action.option_strings}
+        plain = list(itertools.takewhile(lambda part: not part.startswith("-"), self.words))
+        if "prompt" in positions and word in plain[2:]:  # without quotes
+            words = [plain[0], " ".join(plain[1:]), *self.words[len(plain) :]]
+            return ValueError(f"{word}: is one argument too many\n  fix: {self.prog} {shlex.join(words)}")
         if not word.startswith("-"):
             return ValueError(f"{word}: is one argument too many\n  fix: leave out {word}; {self.prog} --help")
         options = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
         near = difflib.get_close_matches(word.partition("=")[0].lower(), options, 1, 0.6)
+        name, _, value = word.partition("=")
+        if name.lstrip("-").replace("_", "-") in OUTPUTS and "out" in positions:  # it has no option for it
+            words = [value if part == word else part for part in self.words if part != word or value]
+            return ValueError(f"{name}: there is no such option\n  fix: {self.prog} {shlex.join(words)}")
         fix = f"did you mean {near[0]}?" if near else f"leave out {word}; {self.prog} --help lists the options"
         return ValueError(f"{word}: there is no such option\n  fix: {fix}")
 

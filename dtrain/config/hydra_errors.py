@@ -280,6 +280,8 @@ def unknown_setting(name: str, value: str, argv: Sequence[str] = ()) -> str:
         file = f" strategy.deepspeed_config={value}" if value.endswith(".json") else ""
         return f"{name}: there is no such setting\n  fix: strategy={stage}{file}   ({note})"
     ours, leaf = foreign(name), name.rpartition(".")[2]
+    if leaf == "warmup_ratio" and (steps := steps_of(value, argv)):
+        return f"{name}: there is no such setting\n  fix: schedule.warmup_steps={steps}   (a number of steps)"
     if leaf in GROUPS and leaf != name and (taken := accepted(leaf, value)):  # trainer.precision=16-mixed
         return f"{name}: there is no such setting\n  fix: {leaf}={taken}   (dtrain explain {leaf})"
     if ours == "checkpoint.keep_best" and value.startswith("eval_"):  # Trainer's eval_loss
@@ -296,6 +298,14 @@ def unknown_setting(name: str, value: str, argv: Sequence[str] = ()) -> str:
         fix = f"{'' if is_chosen else f'{group}={option} '}{ours}={taken or '…'}"
         return f"{name}: there is no such setting\n  fix: {fix}   (dtrain explain {group}={option})"
     return str(unknown(name, known_settings(), taken, lambda near: not value or accepted(near, value) is not None))
+
+
+def steps_of(ratio: str, argv: Sequence[str]) -> int | None:
+    """Return a share of the typed train.steps in steps."""
+    typed = next((word.partition("=")[2] for word in reversed(argv) if word.startswith("train.steps=")), "")
+    if not typed.isdecimal() or not re.fullmatch(r"0?\.\d*[1-9]\d*", ratio):
+        return None
+    return max(1, round(float(ratio) * int(typed)))
 
 
 def accepted(name: str, value: str) -> str | None:
@@ -347,6 +357,18 @@ def probably_meant(word: str, argv: Sequence[str] = ()) -> str:
         return f"script={word}"
     if re.search(r"\.ya?ml$", word) and Path(word).is_file():
         return f"recipe={word if '/' in word else f'./{word}'}"
+    if re.fullmatch(r"[\w.]+=\S+,", word) and word in argv:  # -m optim.lr=1e-3, 3e-3
+        values = [word]
+        for part in argv[argv.index(word) + 1 :]:
+            if "=" in part or part.startswith("-") or not values[-1].endswith(","):
+                break
+            values.append(part)
+        together = "".join(values).rstrip(",")
+        return f"-m {together}   (no space after a comma)" if "," in together else together
+    if drawn := re.fullmatch(r"([\w.]+)=(?:tune\.)?(log_?uniform|q?uniform|q?randint|lograndint)\((.*)\)", word):
+        key, kind, bounds = drawn[1], drawn[2], ",".join(drawn[3].replace(" ", "").split(",")[:2])
+        space = f"{'range' if 'int' in kind else 'interval'}({bounds})"
+        return f"'{key}={f'tag(log,{space})' if 'log' in kind else space}'   (for dtrain search)"
     if word in argv and (word in GROUPS or word in known_settings()):
         following = [part for part in argv[argv.index(word) + 1 :][:2] if part != "="]
         if following and accepted(word, following[0].lstrip("=")):  # strategy fsdp, train.steps = 5

@@ -344,6 +344,8 @@ def example(key: str, value: Any, annotation: str, default: Any) -> str:
     number = re.fullmatch(r"(\d[\d_]*(?:\.\d*)?)([kKmM]?)", str(value))
     if {"bool", "True"} & {*names} and (word := SWITCHES.get(str(value).lower())):  # in Hydra's grammar yes is text
         return f"{key}={word}"
+    if isinstance(value, list) and len(value) > 1 and names[0] in ("int", "float"):  # a sweep, as in Python
+        return f"{key}={value[0]}, or -m {key}={','.join(map(str, value))}"
     if "Literal" in names:
         near = difflib.get_close_matches(str(value), names, 1)
         if near:

@@ -40,6 +40,11 @@ def find_run(word: str, roots: Sequence[str | Path] = ROOTS, setting: str = "run
             f"run {word!r}: the folder holds {counted(len(inside), 'run')} and is not one itself\n"
             f"  fix: name one of them:{_bullets(inside)}"
         )
+    step = re.fullmatch(r"step-0*(\d+)", path.name)
+    if step and path.is_dir() and (path.absolute().parents[1] / "launch.json").is_file():
+        run = f"{short_path(path.absolute().parents[1])}@{step[1]}"
+        fix = run if setting == "run" else f"{setting}={run}"
+        raise ValueError(f"{argument(setting, word)}: is the folder of a checkpoint, not of a run\n  fix: {fix}")
     runs = all_runs(roots)
     where = " and ".join(f"{root}/" for root in roots)
     if not runs:

@@ -162,7 +162,9 @@ class Parser:
             self.at += 1
             name, sign = Token(f"{name.text}_{sign.text}", "word"), after[0]  # a heading of two words: val loss
         if sign is None or sign.kind != "op" or sign.text in "()":
-            raise self.wrong(f"{name.text} is not compared with anything", f"tag={name.text}, or {name.text}=VALUE")
+            fix = f"--where '{name.text}>VALUE', in quotes: the shell takes < and > for files"
+            fix = fix if "." in name.text else f"tag={name.text}, or {fix}"
+            raise self.wrong(f"{name.text} is not compared with anything", fix)
         self.at += 1
         value = self.peek()
         if value and value.kind == "op" and value.text not in "()":  # <<, =<, ===

@@ -40,6 +40,12 @@ def test_without_a_run(command: str, capsys: pytest.CaptureFixture[str]) -> None
         ("recipes shw", "action=shw: there is no such choice\n  fix: did you mean show? action can be ls, show, cp\n"),
         ("metrics", "ACTION: is missing\n  fix: dtrain metrics serve\n"),
         ("verify --kep", "--kep: there is no such option\n  fix: did you mean --keep?"),
+        ("export a --output b", "--output: there is no such option\n  fix: dtrain export a b\n"),
+        ("export a --format onnx --output-dir=b", "no such option\n  fix: dtrain export a --format onnx b\n"),
+        ("export a b.pt", "is safetensors\n  fix: dtrain export a b.safetensors\n"),
+        ("export a b.gguf", "is safetensors\n  fix: dtrain export a --format gguf b.gguf\n"),
+        ("sample a def main", "main: is one argument too many\n  fix: dtrain sample a 'def main'\n"),
+        ("runs --where optim.lr", "is not compared with anything\n  fix: --where 'optim.lr>VALUE', in quotes"),
     ],
 )
 def test_other_mistakes_have_a_fix(command: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -398,3 +398,9 @@ def test_a_reader_with_a_wrong_clock_does_not_doubt_a_run(skew: int, monkeypatch
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + skew)
     assert {Path(run["path"]).name: run["status"] for run in list_runs()} == {"fresh": "running", "quiet": "running?"}
+
+
+def test_the_folder_of_a_checkpoint_is_not_its_run() -> None:
+    (make("outputs/d/a") / "checkpoints/step-00000030").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"is the folder of a checkpoint, not of a run\n  fix: resume=outputs/d/a@30$"):
+        find_run("outputs/d/a/checkpoints/step-00000030", setting="resume")

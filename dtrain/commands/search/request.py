@@ -171,7 +171,9 @@ def check_options(asked: dict[str, str], typed: dict[str, str], may_be_own: bool
     options["direction"] = options["direction"] or ("maximize" if is_large_good else "minimize")
     for key, allowed in (("direction", ("minimize", "maximize")), ("sampler", ("tpe", "random"))):
         if key in options and options[key] not in allowed:
-            raise bad(key, options[key], f"must be {' or '.join(allowed)}", f"{key}={defaults[key]}")
+            meant = [name for name in allowed if name.startswith(options[key].lower()[:3])] or [defaults[key]]
+            fix = f"{key}={meant[0] or ('maximize' if is_large_good else 'minimize')}"
+            raise bad(key, options[key], f"must be {' or '.join(allowed)}", fix)
     for key, rule, is_good in (
         ("quantile", "more than 0 and at most 0.5", lambda share: 0 < share <= 0.5),
         ("resample", "between 0 and 1", lambda share: 0 <= share <= 1),

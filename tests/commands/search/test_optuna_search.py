@@ -50,6 +50,7 @@ def test_a_space_is_what_hydra_writes(typed: str, want: Any) -> None:
         (["optim.lr=1e-4..1e-1"], ("optim.lr=1e-4..1e-1", "'optim.lr=tag(log,interval(1e-4,1e-1))'")),
         (["model.num_layers=1..4"], ("fix: 'model.num_layers=interval(1,4)'",)),
         ([LR, "direction=up"], ("direction=up", "minimize or maximize")),
+        ([LR, "direction=max"], ("direction=max", "fix: direction=maximize")),
         ([LR, "sampler=grid"], ("sampler=grid", "tpe or random")),
         (["strategy=glob(*)"], ("strategy", "cannot be searched")),
         (["optim.lr=interval(1,2"], ("optim.lr=interval(1,2", "not understood")),
