@@ -9,7 +9,7 @@ from typing import Any
 from dtrain.checks.checkpoint import check_known
 from dtrain.config.files import HOOKS, option_of
 from dtrain.config.hook_methods import METHODS, Arity, check_methods, meant
-from dtrain.config.source import class_source, place
+from dtrain.config.source import class_source, parse, place, spec_of
 from dtrain.errors import bad
 from dtrain.models.losses import OWN
 from dtrain.runs.best import EARLY_STOP
@@ -37,20 +37,26 @@ def methods_of(target: str) -> set[str] | None:
     found = {node.name: arity(node) for node in source.body if isinstance(node, ast.FunctionDef)}
     nodes = {node.name: node for node in source.body if isinstance(node, ast.FunctionDef)}
     attributes = [node for node in ast.walk(source) if isinstance(node, ast.Attribute)]
-    used = {node.attr for node in attributes}
     # after_step = … in the class, self.after_step = … in a method; not the run.model.state_dict() of another object
     assigned = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
     for statement in source.body:
         if isinstance(statement, (ast.Assign, ast.AnnAssign)):
             assigned |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
     found |= {name: None for name in assigned & METHODS.keys() - found.keys()}
-    others = [name for name in nodes if name.startswith("on_") and meant(name) and name not in used]
+    others = [name for name in nodes if name.startswith("on_") and meant(name) and name not in called_in(target)]
     if others and not source.bases and found.keys() & METHODS.keys() and meant(others[0]) not in found:
         rule = f"{place(target, nodes[others[0]])}: {source.name}.{others[0]} is not a method that dtrain calls"
         fix = f"did you mean {meant(others[0])}? If it is for {source.name} itself: _{others[0]}"
         raise bad(HOOKS, target, rule, fix)
     check_methods(target, found, not source.bases, lambda name: f"{place(target, nodes.get(name, source))}: ")
     return set(nodes)
+
+
+def called_in(target: str) -> set[str]:
+    """Return the names of methods that the file of a class uses."""
+    spec = spec_of(target.rpartition(".")[0])
+    tree = parse(spec.origin, HOOKS, target) if spec and spec.origin else ast.Module([], [])
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
 def arity(node: ast.FunctionDef) -> Arity | None:

@@ -124,6 +124,7 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
         rule = "has weights, and only the model's are trained and saved"
         raise bad("loss", type(loss).__name__, rule, "make it a part of the model, and let the model return its loss")
     function = getattr(loss, "func", loss)
+    own = getattr(function, "forward", function)  # for messages
     name = str(getattr(function, "__name__", type(function).__name__))
     knows_mode = "training" in inspect.signature(function).parameters
     metrics = eval_metrics(function)
@@ -152,7 +153,6 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
             value = loss(outputs, targets, **mode)
         else:
             value = (losses.call if is_known else losses.call_own)(loss, name, outputs, targets, **mode)
-            own = getattr(function, "forward", function)
             if calling.is_number(value):
                 raise losses.without_gradient("loss", name, f"returned {kind_of(value)}, which has no gradient", own)
             if calling.lacks_gradient(self, value):
@@ -160,11 +160,10 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
                     raise calling.without_gradient(self, "the output")
                 raise losses.without_gradient("loss", name, "what it returns has no gradient", own)
         if not isinstance(value, Tensor):
-            return calling.loss_in(self, value, "loss", name, getattr(function, "forward", function))
+            return calling.loss_in(self, value, "loss", name, own)
         if value.shape != ((1 + len(metrics),) if metrics and not self.training else ()):
             rule = f"returned a tensor of shape {list(value.shape)}, not a scalar"
-            refused = bad("loss", name, rule, "return the mean over the targets")
-            raise at_return(refused, getattr(function, "forward", function))
+            raise at_return(bad("loss", name, rule, "return the mean over the targets"), own)
         return value
 
     model.forward, model.watch = MethodType(forward, model), None

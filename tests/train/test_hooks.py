@@ -155,7 +155,7 @@ def test_what_a_hook_may_not_return(hook: str, words: list[str], size: int, tmp_
     assert "own_hooks.py:" in place, "the line of the user's code"
 
 
-@pytest.mark.parametrize("hook", ["Assigned", "AssignedLater", "Helped", "Looks", "Tenth"])
+@pytest.mark.parametrize("hook", ["Assigned", "AssignedLater", "Helped", "HelpedByAFunction", "Looks", "Tenth"])
 def test_methods_of_other_forms_and_names_are_no_mistake(hook: str, tmp_path: Path) -> None:
     hooked(tmp_path, hooks=f"hooks={OWN}.{hook}", size=1)
     view: Any = SimpleNamespace(step=0)
