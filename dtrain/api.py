@@ -155,6 +155,7 @@ def fit(
 
 def check_place() -> None:
     """Refuse to start inside another run, or on a thread that receives no signals."""
+    launch.check_alone((), in_fit=True)
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         raise ValueError(
             "dtrain.fit: was called in a rank, which imports the script for its classes\n"

@@ -10,10 +10,11 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,17 @@ from dtrain.plan import fits, free_space, run_prediction
 from dtrain.runs import folder, tags
 from dtrain.runs.find import At
 from dtrain.runs.folder import latest_checkpoint, locked, read_json, write_json
-from dtrain.runs.protocol import BAD_CONFIG, CANCELLED_FILE, DONE, FAILED, PREEMPTED, PREFLIGHT, SCRIPT_TYPED
+from dtrain.runs.protocol import (
+    BAD_CONFIG,
+    CANCELLED_FILE,
+    DONE,
+    FAILED,
+    PREEMPTED,
+    PREFLIGHT,
+    SCRIPT_RUN,
+    SCRIPT_TYPED,
+)
+from dtrain.start import VARIABLE
 from dtrain.start import began as process_began
 from dtrain.strategies import deepspeed_config
 from dtrain.ui import console, tables
@@ -87,6 +98,7 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
     if os.getcwd() not in sys.path:  # the user's own modules are here; the ranks import from here too
         sys.path.append(os.getcwd())
     try:
+        check_alone(argv)
         check_accumulation(argv)
         sys.argv = ["launch.py", *prepare_arguments(argv)]
         OmegaConf.register_new_resolver("dtrain.slug", slug, replace=True)
@@ -110,6 +122,60 @@ def start(argv: list[str]) -> list[tuple[int, Path]]:
             if value is not None:
                 os.environ[name] = value
     return ended
+
+
+def check_alone(argv: Sequence[str], in_fit: bool = False) -> None:
+    """Refuse to start a whole run in each process of torchrun, accelerate, deepspeed, mpirun, horovodrun or srun.
+
+    The first process says so; the others wait until it has, as torchrun ends all when one does.
+    """
+    started = processes_of(os.environ)
+    if started is None or any(re.match(r"\+*cluster\.node_rank=\d", word) for word in argv):  # a launcher on each node
+        return
+    starter, rank, total, nodes = started
+    if rank:
+        time.sleep(3)
+        raise SystemExit(BAD_CONFIG)
+    fix = f"python {Path(sys.argv[0]).name}, with dtrain.fit(processes={total}, …)"
+    if not in_fit:
+        names = {word.lstrip("+").partition("=")[0] for word in argv}
+        more = [] if names & {"cluster", "cluster.processes"} else [f"cluster.processes={total}"]
+        if nodes > 1:
+            more = [] if "cluster" in names else ["cluster=slurm", f"cluster.nodes={nodes}"]
+        fix = f"dtrain launch {shlex.join([*more, *argv])}"
+    if starter == "srun":
+        fix += "; if each task is to be a run of its own: unset SLURM_STEP_NUM_TASKS"
+    raise ValueError(f"{starter}: is not needed: dtrain starts the ranks, and this is {total} whole runs\n  fix: {fix}")
+
+
+def processes_of(environ: Mapping[str, str]) -> tuple[str, int, int, int] | None:
+    """Return who started this launcher several times, this one's number, how many there are, and on how many nodes."""
+    if VARIABLE in environ or SCRIPT_RUN in environ:  # a rank of dtrain's own, or a program that it runs
+        return None
+    elastic = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
+    for starter, mark, rank, total, on_node in (
+        (elastic, "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+        ("deepspeed", "CROSS_SIZE", "RANK", "WORLD_SIZE", "LOCAL_SIZE"),
+        ("horovodrun", "HOROVOD_RANK", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
+        (
+            "mpirun",
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+        ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),  # not of an allocation's shell
+        ("mpirun", "PMI_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ):
+        numbers = [environ.get(name, "") for name in (rank, total)]
+        if mark in environ and all(number.isdecimal() for number in numbers) and int(numbers[1]) > 1:
+            number, processes = map(int, numbers)
+            here = environ.get(on_node, "")
+            nodes = -(-processes // int(here)) if here.isdecimal() and int(here) else 1
+            if starter == "srun" and environ.get("SLURM_STEP_NUM_NODES", "").isdecimal():
+                nodes = int(environ["SLURM_STEP_NUM_NODES"])
+            return starter, number, processes, nodes
+    return None
 
 
 def command_began() -> float:

@@ -66,6 +66,52 @@ def test_the_exit_code_is_the_launchers(code: int, monkeypatch: pytest.MonkeyPat
     assert main(["launch"]) == code
 
 
+ELASTIC = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+STEP = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "typed", "starter", "fix"),
+    [
+        (ELASTIC, [], "torchrun", "cluster.processes=4 train.steps=1"),
+        (ELASTIC, ["cluster.processes=2"], "torchrun", "cluster.processes=2 train.steps=1"),
+        (ELASTIC | {"LOCAL_WORLD_SIZE": "2"}, [], "torchrun", "cluster=slurm cluster.nodes=2 train.steps=1"),
+        (ELASTIC | {"ACCELERATE_MIXED_PRECISION": "no"}, [], "accelerate launch", "cluster.processes=4 train.steps=1"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "CROSS_SIZE": "1"}, [], "deepspeed", "cluster.processes=2 train.steps=1"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, [], "mpirun", "cluster.processes=2 train.steps=1"),
+        (STEP, [], "srun", "cluster=slurm cluster.nodes=2 train.steps=1; if each task"),
+    ],
+)
+def test_a_launcher_that_was_started_several_times(
+    environ: dict[str, str], typed: list[str], starter: str, fix: str,
+    started: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(["launch", *typed, "train.steps=1"]) == 2 and not started
+    said = capsys.readouterr().err
+    assert f"{starter}: is not needed" in said and f"fix: dtrain launch {fix}" in said
+
+
+@pytest.mark.parametrize(
+    ("environ", "typed"),
+    [
+        (ELASTIC | {"WORLD_SIZE": "1"}, []),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, []),  # of the user's own shell
+        (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, []),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "3"}, []),  # of an allocation
+        (STEP, ["cluster.node_rank=0"]),  # one launcher on each node
+        (ELASTIC | {"DTRAIN_RUN_DIR": "run"}, []),  # a program that dtrain runs
+    ],
+)
+def test_a_launcher_that_was_started_once(
+    environ: dict[str, str], typed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    launch.check_alone(typed)
+
+
 def test_a_cluster_of_ones_own(started: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_cluster_xyz.py").write_text(
         "from dtrain.launch.local import Local\n"
