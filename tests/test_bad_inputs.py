@@ -489,6 +489,14 @@ class NoParameters(optim.Optimizer):
 class Hook:
     def after_step(self):
         pass
+
+class Acc:
+    def eval_metrics(self, outputs, targets):
+        return {}
+
+class Plain:
+    def forward(self, x):
+        return x
 """
 MINE = "launch model=my_pkg.net.Net data=my_pkg.net.Points loss=my_pkg.net.loss"
 OWN_CASES = [
@@ -506,7 +514,7 @@ OWN_CASES = [
     case("launch model=Points", "fix: model=my_pkg.net.Points"),
     case("launch data=my_pkg.net", "data=my_pkg.net: is a module", "fix: data=my_pkg.net.Points"),
     case("launch data=my_pkg.net.Points.dataset", "Points is a class or function", "fix: data=my_pkg.net.Points"),
-    case("launch data=my_pkg.Points", "my_pkg/__init__.py has no Points", "fix: data=my_pkg.net.Points"),
+    case("launch data=my_pkg.Points", "my_pkg/__init__.py has no Points", "did you mean data=my_pkg.net.Points?"),
     case("launch model=code.Net", "code is also the name of a module of Python's own", "mv code.py my_code.py, then"),
     case("launch model=hydra.Net", "hydra is also the name of an installed package", "mv hydra.py my_hydra.py, then"),
     case(f"{MINE} model.hidden=abc", "model.hidden=abc: must be a whole number"),
@@ -523,6 +531,17 @@ OWN_CASES = [
     case("launch optim=torch.optim.LBFGS", "optim=torch.optim.LBFGS: needs a closure"),
     case("launch optim=my_pkg.net.NoStep", "my_pkg/net.py:56: the class NoStep has no step()"),
     case("launch optim=my_pkg.net.NoParameters", "NoParameters.__init__(self, lr) is called with the model's"),
+    case(
+        "launch model=my_pkg.net.Plain data=my_pkg.net.Points",
+        "my_pkg/net.py:75: the class Plain is not a",
+        "fix: class Plain(nn.Module)",
+    ),
+    case("launch model=wave.Net", "wave has no Net", "fix: model=my_pkg.net.Net"),
+    case("launch model=math.Net", "a module of Python's own", "fix: model=my_pkg.net.Net"),
+    case("launch model=my-net.Net", "Python cannot import my-net.py", "mv my-net.py my_net.py, then model=my_net.Net"),
+    case("launch model=my-net.py", "Python cannot import my-net.py", "mv my-net.py my_net.py, then model=my_net.Net"),
+    case("launch hooks=my_pkg.net.Accuracy", "net.py has no Accuracy", "did you mean hooks=my_pkg.net.Acc?"),
+    case("launch hooks=my_pkg.net.Norms", "net.py has no Norms", "fix: my_pkg.net has Hook, Acc"),
     case("launch hooks=my_pkg.net.Hook", "my_pkg/net.py:68: Hook.after_step cannot", "def after_step(self, run)"),
     pytest.param(
         ["launch", "hooks=[early_stop my_pkg.net.Hook]"],
@@ -538,7 +557,7 @@ def test_a_mistake_about_your_own_code(
 ) -> None:
     (tmp_path / "my_pkg").mkdir()
     (tmp_path / "my_pkg" / "__init__.py").write_text("")
-    for name, text in {"my_pkg/net": OWN, "code": OWN, "hydra": "class Net: ..."}.items():
+    for name, text in {"my_pkg/net": OWN, "code": OWN, "hydra": "class Net: ...", "my-net": OWN}.items():
         (tmp_path / f"{name}.py").write_text(text)
     before = snapshot(tmp_path)
     code = main(argv)

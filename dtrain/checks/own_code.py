@@ -13,12 +13,14 @@ from dtrain.errors import bad, foreign_option
 def check(config: dict[str, Any]) -> None:
     model, optimizer, loss = (config[group]["_target_"] for group in ("model", "optim", "loss"))
     found = None if model.startswith("dtrain.") else class_source(model)
-    if found is not None and not found.bases and not found.decorator_list:
+    if found is not None and not found.decorator_list and all(ast.unparse(base) == "object" for base in found.bases):
         module, _, name = model.rpartition(".")
         spec = spec_of(module)
         names = likely("model", Path(spec.origin)) if spec and spec.origin else []
-        fix = choice("model", module, name, names) if names else f"class {name}(nn.Module)"
-        raise bad("model", model, "is not a torch.nn.Module", fix)
+        if name in names or not names:
+            rule = f"{place(model, found)}: the class {name} is not a torch.nn.Module"
+            raise bad("model", model, rule, f"class {name}(nn.Module), with super().__init__() in its __init__")
+        raise bad("model", model, "is not a torch.nn.Module", choice("model", module, name, names))
     if found is not None:
         check_forward(model, found)
     if not optimizer.startswith("dtrain."):

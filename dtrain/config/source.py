@@ -6,6 +6,7 @@ Importing a user's module in the launcher would import torch, and would run code
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import functools
 import importlib.util
@@ -27,6 +28,7 @@ from dtrain.util.format import short_path
 Definition = ast.ClassDef | ast.FunctionDef
 MOST_SHOWN = 8  # names of a module in a message
 MOST_FILES = 50  # of this folder that are searched for a class
+SHORTEST = 3  # letters of a name that another one may begin with
 MOST_JUMPS = 8  # imports from file to file that are followed
 MODULE_BASES = ("nn.Module", "torch.nn.Module", "Module")
 # base classes without methods of their own that matter here: a model's forward, an optimizer's step, …
@@ -122,6 +124,8 @@ def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: i
     if not spec.origin or not spec.origin.endswith(".py"):
         if jumps == 0 and not spec.origin and spec_of(target) is not None:  # a folder without __init__.py
             raise is_module(target, key)
+        if jumps == 0 and module.partition(".")[0] in sys.stdlib_module_names and (there := defined_here(name, key)):
+            raise bad(key, target, f"{module} is a module of Python's own", f"did you mean {key}={there[0]}?")
         return None
     tree = parse(spec.origin, key, target)
     maybe = False
@@ -210,12 +214,14 @@ def missing(key: str, target: str, module: str, name: str, file: str, names: lis
     if spec_of(target) is not None:
         raise is_module(target, key)
     is_users = own_file(module.partition(".")[0]) is not None
+    where = short_path(Path(file)) if is_users else module
+    if there := defined_here(name, key):
+        raise bad(key, target, f"{where} has no {name}", f"did you mean {key}={there[0]}?")
     if not is_users:  # of torch, say: its helpers are not what was meant
         names = [n for n in names if spec_of(f"{module}.{n}") is None and n[:1] != "_"]
         names = [n for n in names if n[0].isupper()] if key in ("optim", "model") else names
     near = nearest_name(name, names)
     fitting = likely(key, Path(file)) if is_users else []
-    where = short_path(Path(file)) if own_file(module.partition(".")[0]) else module
     if key == "schedule" and not near and not fitting:
         fix = f"`def {name}(step, steps)` in {where}, without schedule.warmup_steps; or schedule=cosine"
         raise bad(key, target, f"{where} has no {name}", fix)
@@ -228,9 +234,10 @@ def missing(key: str, target: str, module: str, name: str, file: str, names: lis
 
 def choice(key: str, module: str, name: str, names: list[str]) -> str:
     """A fix that names what the module has: the nearest name, or its classes and functions."""
-    near = nearest_name(name, names) or (names[0] if len(names) == 1 else None)
-    if near:
+    if near := nearest_name(name, names):
         return f"did you mean {key}={module}.{near}?"
+    if len(names) == 1:
+        return f"{key}={module}.{names[0]}, the only one there"
     names = [n for n in names if not n.startswith("_")]
     more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
     return f"{module} has {', '.join(names[:MOST_SHOWN])}{more}" if names else f"define {name} there"
@@ -239,8 +246,11 @@ def choice(key: str, module: str, name: str, names: list[str]) -> str:
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
     """Return the name that was probably meant; upper and lower case count last: Adamw is AdamW, not Adam."""
     by_lower = {one.lower(): one for one in names}
-    near = difflib.get_close_matches(name.lower(), by_lower, 1, 0.6)
-    return by_lower[near[0]] if near else None
+    name = name.lower()
+    near = difflib.get_close_matches(name, by_lower, 1, 0.6)
+    if not near and len(name) >= SHORTEST:  # Accuracy is Acc
+        near = [one for one in by_lower if len(one) >= SHORTEST and (name.startswith(one) or one.startswith(name))]
+    return by_lower[near[0]] if len(near) == 1 else None
 
 
 def in_torch(module: str, name: str) -> str | None:
@@ -344,6 +354,8 @@ def no_module(target: str, module: str, key: str) -> ValueError:
     )
     near = difflib.get_close_matches(part, here, 1, 0.6)
     rule = f"there is no module {part} in this folder, nor is one installed"
+    if part not in INSTALLED_ALONE and (there := defined_here(name, key)):
+        return bad(key, target, rule, f"did you mean {key}={there[0]}?")
     library = difflib.get_close_matches(part, [] if near else INSTALLED_ALONE, 1, 0.8)
     if library and spec_of(library[0]) is None:
         meant = "" if library[0] == part else f"did you mean {key}={'.'.join([library[0], *parts[1:], name])}? Then "
@@ -359,6 +371,7 @@ def no_module(target: str, module: str, key: str) -> ValueError:
 
 def check_spelling(key: str, value: str) -> None:
     """Reject `net.py`, `./net.py:Net`, `net` and `Net` where `net.Net` is meant."""
+    check_importable(key, value)
     if not re.fullmatch(r"[\w./:-]+", value) or (not re.search(r"[/:]|\.py$", value) and not value.isidentifier()):
         return
     rule = "your own class or function is named as in Python, MODULE.NAME"
@@ -370,8 +383,7 @@ def check_spelling(key: str, value: str) -> None:
         path = path.removesuffix("/py")  # net.py/Net
         file = next((p for p in (Path(f"{path}.py"), Path(path, "__init__.py")) if p.is_file()), None)
     if file is None and value.isidentifier():  # only the class is named
-        paths = [*sorted(Path().glob("*.py")), *sorted(Path().glob("*/*.py"))][:MOST_FILES]
-        files = [one for one in paths if one.stem not in sys.stdlib_module_names and value in names_in(one)]
+        files = files_with(value)
         file, name = (files[0], value) if files else (file, "")
         path = str(file.with_suffix("")) if file else path
     if file is None and re.search(r"\.py(:|$)", value):
@@ -385,15 +397,57 @@ def check_spelling(key: str, value: str) -> None:
         raise bad(key, value, rule, f"{key}={there[0]}{others}" if there else f"{key}={module}.NAME")
 
 
+def check_importable(key: str, value: str) -> None:
+    """Reject a class of a file whose name Python cannot import: wave-net.py, 3d_net.py."""
+    found = re.fullmatch(r"(?:\./)?([\w-]+)(?:\.py)?[.:/]{0,2}(\w*)", value)
+    file = Path(f"{found[1]}.py") if found else Path()
+    if found is None or found[1].isidentifier():
+        return
+    stem = re.sub(r"\W", "_", found[1])
+    stem = stem if stem.isidentifier() else f"my_{stem}"
+    name = found[2] if found[2] not in ("", "py") else next(iter(likely(key, file)), "NAME")
+    if Path(f"{stem}.py").is_file() and not file.is_file():
+        raise bad(key, value, f"there is no file {file} here", f"did you mean {key}={stem}.{name}?")
+    if file.is_file():
+        rule = f"Python cannot import {file}: the name of a module has only letters, digits and _, and no digit first"
+        raise bad(key, value, rule, f"mv {file} {stem}.py, then {key}={stem}.{name}")
+
+
+def files_with(name: str) -> list[Path]:
+    """The files of this folder, and of folders in it, that define a class or function and can be imported."""
+    paths = [*sorted(Path().glob("*.py")), *sorted(Path().glob("*/*.py"))][:MOST_FILES]
+    others = {"dtrain", *sys.stdlib_module_names}
+    return [
+        path
+        for path in paths
+        if all(part.isidentifier() and part not in others for part in path.with_suffix("").parts)
+        and name in names_in(path)
+    ]
+
+
+def defined_here(name: str, key: str) -> list[str]:
+    """What to type for a class or function that the files of this folder define."""
+    found = []
+    for file in files_with(name):
+        module = file.parent if file.stem == "__init__" else file.with_suffix("")
+        target = ".".join((*module.parts, name))
+        with contextlib.suppress(ValueError):  # an installed package has this name
+            check_shadowed(target, key)
+            found.append(target)
+    return found
+
+
 def likely(key: str, file: Path) -> list[str]:
     """The classes of a file that look like what this group needs; for a loss or schedule, the functions."""
     methods = {
         "model": ("forward",), "data": ("dataset", "__iter__", "__getitem__"), "cluster": ("launch",),
-        "optim": ("step",), "hooks": tuple(METHODS), "strategy": ("parallelize", "wrap", "update", "train_step"),
+        "optim": ("step",), "strategy": ("parallelize", "wrap", "update", "train_step"),
     }  # fmt: skip
     nodes = definitions(file)
+    classes = [n for n in nodes if isinstance(n, ast.ClassDef)]
+    if key == "hooks":  # each has only some of the methods
+        return [n.name for n in classes if any(getattr(m, "name", "") in METHODS for m in n.body)]
     for method in methods.get(key, ()):  # a file may have a data set beside the class that gives it
-        classes = [n for n in nodes if isinstance(n, ast.ClassDef)]
         if found := [n.name for n in classes if any(getattr(m, "name", "") == method for m in n.body)]:
             return found
     if key in methods:
