@@ -116,29 +116,17 @@ def fit(
     Raises ValueError for a bad setting, before anything starts; RunFailed if the run fails; Preempted, which exits the
     script with 75, if the run was stopped and saved a checkpoint.
     """
-    check_place()
     groups = {"model": model, "data": data, "loss": loss, "strategy": strategy, "cluster": cluster}
     given = {k: v for k, v in groups.items() if v is not None} | settings
-    check_names(given)
-    overrides, folders = spell(given)
-    if not {"model", "data", "recipe", "resume", "fork", "script"} & {key.partition(".")[0] for key in given}:
-        console.print_warning(
-            "model: none is given, so dtrain's example trains: gpt2-tiny on the source of Python's standard library"
-            "\n  fix: dtrain.fit(model=Net, data=my_data)   (docs/your-own.md)"
-        )
-    for name, value in {"cluster.processes": processes, "train.steps": steps, "train.epochs": epochs}.items():
-        if value is not None:
-            word = f"{name}={value_of(name.rpartition('.')[2], value)}"
-            twice = next((other for other in overrides if other.startswith(f"{name}=") and other != word), None)
-            if twice:
-                short, rule = name.rpartition(".")[2], "has two values: its short form has another one"
-                raise bad(name, twice.partition("=")[2], rule, f"leave out {short}=, or {name}")
-            overrides.append(word)
+    shorts = {"processes": processes, "steps": steps, "epochs": epochs}
+    try:
+        overrides, folders = overrides_of(given, shorts)
+    except ValueError as error:
+        raise error.with_traceback(None) from None  # the user's line, without ours
     with hydra_aside(), import_path(folders):
         try:
             ended = launch.start(overrides)
         except MISTAKES as error:
-            shorts = {"processes": processes, "steps": steps, "epochs": epochs}
             message = in_python(explain(error), given | {k: v for k, v in shorts.items() if v is not None})
             raise ValueError(message) from (error if os.environ.get("HYDRA_FULL_ERROR") == "1" else None)
         except SystemExit as stop:
@@ -151,6 +139,28 @@ def fit(
     if code != DONE:
         raise RunFailed(run_dir, code)
     return Result(run_dir, tuple(trust_of(overrides)))
+
+
+def overrides_of(given: Mapping[str, Any], shorts: Mapping[str, float | None]) -> tuple[list[str], list[Path]]:
+    """Return the overrides that a call means, and the folders from which the ranks import what it names."""
+    check_place()
+    check_names(given)
+    overrides, folders = spell(given)
+    if not {"model", "data", "recipe", "resume", "fork", "script"} & {key.partition(".")[0] for key in given}:
+        console.print_warning(
+            "model: none is given, so dtrain's example trains: gpt2-tiny on the source of Python's standard library"
+            "\n  fix: dtrain.fit(model=Net, data=my_data)   (docs/your-own.md)"
+        )
+    for short, value in shorts.items():
+        if value is not None:
+            name = f"cluster.{short}" if short == "processes" else f"train.{short}"
+            word = f"{name}={value_of(short, value)}"
+            twice = next((other for other in overrides if other.startswith(f"{name}=") and other != word), None)
+            if twice:
+                rule = "has two values: its short form has another one"
+                raise bad(name, twice.partition("=")[2], rule, f"leave out {short}=, or {name}")
+            overrides.append(word)
+    return overrides, folders
 
 
 def check_place() -> None:

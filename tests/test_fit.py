@@ -184,6 +184,43 @@ def test_a_script_that_does_not_guard_its_call_is_told_by_its_ranks(folder: Path
     assert len(list((folder / "bare" / "logs").glob("rank-*"))) == 1
 
 
+UNDER_MAIN = """
+import dtrain
+import torch
+from torch import nn
+
+def points():
+    return torch.ones(64, 2), torch.ones(64, 2)
+
+def warm(step, steps):
+    return min(1.0, (step + 1) / length)
+
+def cold(step, steps):
+    return 1.0
+
+if __name__ == "__main__":
+    length = 5
+    class Net(nn.Module):
+        def forward(self, x):
+            return x
+    for given in ({"model": Net}, {"schedule": warm}, {"schedule": cold(0, 9)}):
+        try:
+            dtrain.fit(**{"data": points, **given})
+        except ValueError as error:
+            print(error)
+"""
+
+
+def test_what_stands_in_the_block_that_ranks_do_not_run_is_refused(folder: Path) -> None:
+    (folder / "guarded.py").write_text(UNDER_MAIN)
+    said = python("guarded.py").communicate(timeout=patience(60))[0].splitlines()
+    block = 'under `if __name__ == "__main__":` (guarded.py:%d), which the ranks do not run'
+    assert said[0] == f"model=Net: stands {block % 17}" and said[1].startswith("  fix: move Net above that block")
+    assert said[2] == f"schedule=warm: uses length, which is set {block % 16}"
+    assert said[3].startswith("  fix: move length above that block")
+    assert said[4] == "schedule=1: is a number, not a function or an option" and "=my_schedule" in said[5]
+
+
 def test_ctrl_c_saves_and_ends_the_script_with_75(folder: Path) -> None:
     (folder / "long.py").write_text(
         "import dtrain\n"

@@ -12,7 +12,15 @@ from typing import Any
 from dtrain.config.files import SECRET, SEVERAL, flatten, known_settings, options_of
 from dtrain.config.hydra_errors import GROUPS, METRICS, OWN, unknown_setting
 from dtrain.errors import ELSEWHERE, OURS, foreign, unknown
-from dtrain.launch.python_objects import as_function, holds_objects, is_code, is_with_settings, name_here, same_option
+from dtrain.launch.python_objects import (
+    as_function,
+    class_and_settings,
+    holds_objects,
+    is_code,
+    is_with_settings,
+    name_here,
+    same_option,
+)
 
 SHORT = {"cluster.processes": "processes", "train.steps": "steps", "train.epochs": "epochs"}
 ONLY_HERE = ("recipe", "hydra", "choices")  # they are no settings of conf/config.yaml
@@ -273,8 +281,10 @@ def with_an_object(key: str, value: Any, ours: set[str]) -> tuple[str, str]:
         alone = pairs[0][0] if len(pairs) == 1 and not pairs[0][1] else None
         fix = same_option(group, getattr(alone, "__name__", "")) or fix
         return f"{key}: there is no such argument\n  fix: {fix}", fix
-    if group:
-        fix = as_function(group, next(p for p in parts if not is_code(p)) if group in SEVERAL else value)
+    if group in SEVERAL and len(parts) > 1:
+        fix = f"{group}=[{', '.join(map(class_and_settings, parts))}]"
+    elif group:
+        fix = as_function(group, parts[0] if group in SEVERAL else value)
     else:
         fix = text.partition("\n  fix: ")[2] if "leave out" in text and ";" in text else f"leave out {key}"
         fix += "" if ";" in fix else "; docs/your-own.md has examples"

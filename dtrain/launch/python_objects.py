@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import dis
 import functools
 import importlib.machinery
 import importlib.util
@@ -20,8 +22,11 @@ from dtrain.config.files import SEVERAL, flatten, setting_prefix
 from dtrain.config.hydra_errors import GROUPS
 from dtrain.errors import bad, foreign_option
 from dtrain.launch.quoting import quote
+from dtrain.runs.causes import names_under_main
+from dtrain.util.format import short_path
 
 RAW = ("resume", "recipe")  # read before Hydra, so they must not be quoted
+CALLED_WITH = {"schedule": ["step", "steps"], "loss": ["outputs", "targets"]}  # what dtrain calls such a function with
 EXAMPLE = 'functools.partial(Net, dim=32), or (Net, {"dim": 32})'
 
 
@@ -34,6 +39,9 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
         if not re.fullmatch(r"\+{0,2}[^\W\d][\w.]*", key):
             raise ValueError(f"{key!r}: is not the name of a setting\n  fix: e.g. **{{'train.steps': 100}}")
         details: Mapping[str, Any] = {}
+        if key in CALLED_WITH and (isinstance(value, float) or is_tensor(value)):
+            shown, kind = (f"{value:.4g}", "number") if isinstance(value, float) else ("<Tensor>", "tensor")
+            raise bad(key, shown, f"is a {kind}, not a function or an option", not_called(key))
         if key in GROUPS and isinstance(value, (bool, int, float)):  # precision=16
             options.append(f"{key}={value_of(key, value)}")
         elif key in SEVERAL and not isinstance(value, (str, Mapping)):
@@ -73,6 +81,11 @@ def spell_several(group: str, values: Sequence[Any]) -> tuple[list[str], list[st
     names: list[str] = []
     settings: list[str] = []
     folders: list[Path] = []
+    objects = [value for value in values if is_object(value)]
+    if len(values) > 1 and objects:
+        written = ", ".join(class_and_settings(value) for value in values)
+        rule = "is an object of this process, but each rank must build its own"
+        raise bad(group, ", ".join(f"<{type(one).__name__}>" for one in objects), rule, f"{group}=[{written}]")
     for value in values:
         thing, details = parts_of(group, value)
         if thing is None:
@@ -170,6 +183,7 @@ def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
     script = None
     if module == "__main__":
         module, script = name_of_script(group, name)
+        check_outside_main(group, thing)
     importable = module not in ("__main__", "builtins") and all(part.isidentifier() for part in module.split("."))
     spec = importlib.util.find_spec(module) if importable else None
     origin = Path(spec.origin).resolve() if spec and spec.origin and Path(spec.origin).is_file() else None
@@ -190,6 +204,22 @@ def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
     return f"{module}.{name}", folder
 
 
+def is_tensor(value: Any) -> bool:
+    return type(value).__name__ == "Tensor" and type(value).__module__.partition(".")[0] == "torch"
+
+
+def not_called(group: str) -> str:
+    """Return the fix for schedule=warm(0, 12): the function itself, by its name if the script has one such function."""
+    found = []
+    for name, thing in vars(sys.modules["__main__"]).items():
+        if inspect.isfunction(thing) and [*inspect.signature(thing).parameters][:2] == CALLED_WITH[group]:
+            found.append(name)
+    if len(found) == 1:
+        return f"give the function, without calling it: {group}={found[0]}"
+    signature = f"def my_{group}({', '.join(CALLED_WITH[group])})"
+    return f"give the function, without calling it: {group}=my_{group}, for {signature}"
+
+
 def holds_objects(value: Any) -> bool:
     """Is it, or does it contain, more than a configuration can hold?"""
     if isinstance(value, (Mapping, list, tuple)):
@@ -201,6 +231,41 @@ def holds_objects(value: Any) -> bool:
 def of_this_process(group: str, thing: Any) -> ValueError:
     rule = "is an object of this process, but each rank must build its own"
     return bad(group, f"<{type(thing).__name__}>", rule, as_function(group, thing))
+
+
+def is_object(value: Any) -> bool:
+    """Is it an object that the script made, in place of a class or an option?"""
+    return not (isinstance(value, (str, Mapping, list, tuple, functools.partial)) or value is None or is_code(value))
+
+
+def class_and_settings(value: Any) -> str:
+    """Return what to give for one of several things; for an object, its class and what it was built with."""
+    if isinstance(value, functools.partial):
+        value = value.func, value.keywords
+    if is_with_settings(value):
+        return (
+            f"({name_here(value[0])}, {{{', '.join(f'{json.dumps(k)}: {literal(v)}' for k, v in value[1].items())}}})"
+        )
+    if not is_object(value):
+        return name_here(value)
+    name = name_here(type(value))
+    try:
+        parameters = inspect.signature(type(value)).parameters.values()
+    except (TypeError, ValueError):  # a builtin
+        return name
+    settings = []
+    for one in parameters:
+        kept = getattr(value, one.name, getattr(value, f"_{one.name}", one))  # most classes keep it under its name
+        is_plain = kept is not one and not holds_objects(kept)
+        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            continue
+        if one.default is one.empty or (is_plain and kept != one.default):
+            settings.append(f"{json.dumps(one.name)}: {literal(kept) if is_plain else '…'}")
+    return f"({name}, {{{', '.join(settings)}}})" if settings else name
+
+
+def literal(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def as_function(group: str, thing: Any) -> str:
@@ -222,6 +287,8 @@ def as_function(group: str, thing: Any) -> str:
         if group == "loss" and list(getattr(thing, "buffers", tuple)()):  # class weights are no setting
             how = f"return {name}(…)(outputs, targets)"
             return f"def my_loss(outputs, targets): {how} at the top level of the file, and loss=my_loss"
+        if group in SEVERAL:
+            return f"give the class: {group}={class_and_settings(thing)}"
         rate = getattr(thing, "defaults", {}).get("lr") if group == "optim" else None
         example = '"setting": 1' if not isinstance(rate, float) else f'"lr": {rate}'
         return f"give the class: {group}={name}; with settings: {group}=({name}, {{{example}}})"
@@ -281,6 +348,23 @@ def name_of_script(group: str, name: str) -> tuple[str, Path | None]:
         rule = "was defined in an interactive session, and the ranks cannot import it from there"
         raise bad(group, name, rule, "put it into a file, e.g. net.py, and `from net import …`")
     return Path(file).stem, Path(file).resolve()
+
+
+def check_outside_main(group: str, thing: Any) -> None:
+    """Refuse what the script defines under `if __name__ == "__main__":`, or a function that uses a name set there."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    guarded = names_under_main(file) if file else {}
+    name = thing.__name__
+    code = getattr(thing, "__code__", None)
+    # what a `try` may catch is not looked at
+    loads = [*dis.get_instructions(code)] if code and not code.co_exceptiontable else []
+    used = [one.argval for one in loads if one.opname == "LOAD_GLOBAL"]
+    for needed in (name, *used):
+        if needed in guarded and (needed == name or not hasattr(builtins, needed)):
+            where = f"{short_path(Path(str(file)))}:{guarded[needed]}"
+            what = "stands" if needed == name else f"uses {needed}, which is set"
+            rule = f'{what} under `if __name__ == "__main__":` ({where}), which the ranks do not run'
+            raise bad(group, name, rule, f"move {needed} above that block, to the top level of the file")
 
 
 def plain_keys(prefix: str, node: Any) -> Any:

@@ -5,6 +5,7 @@ Launcher and ranks import this file, so it does not import torch.
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 import sysconfig
@@ -21,6 +22,7 @@ from dtrain.runs.protocol import LOST_PEER
 GLOO = re.compile(r"\[[^\]\n]*\bgloo/[^\]\n]*:\d+\]")  # gloo's errors start with their C++ source location
 HOROVOD = "Horovod has been shut down"  # in DDP's backward pass, under strategy=horovod
 INJECTED = str(Path(__file__).parents[1] / "faults" / "inject.py")
+IS_MAIN = ("__name__ == '__main__'", "'__main__' == __name__")
 RAISE = opmap["RAISE_VARARGS"]
 MOST_FRAMES = 4  # of the user's code that are shown
 LONGEST = 200  # characters of a line that are shown
@@ -99,6 +101,54 @@ def own_frames(error: BaseException) -> list[dict[str, Any]]:
             names = ("file", "line", "function", "text")
             return [dict(zip(names, (*frame, text), strict=True)) for frame, text in zip(shown, texts, strict=True)]
     return []
+
+
+def names_under_main(path: str) -> dict[str, int]:
+    """Return the names that a file sets only under `if __name__ == "__main__":`, which the ranks do not run."""
+    try:
+        body = ast.parse(Path(path).read_text(encoding="utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        return {}
+    blocks = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) in IS_MAIN]
+    outside = {name for node in body if node not in blocks for name in set_by([node])}
+    outside |= {name for block in blocks for name in set_by(block.orelse)}
+    everything = [*ast.walk(ast.Module(body, []))]
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in everything):
+        return {}
+    outside |= {name for node in everything if isinstance(node, ast.Global) for name in node.names}
+    inside = {name: line for block in reversed(blocks) for name, line in set_by(block.body).items()}
+    return {name: line for name, line in inside.items() if name not in outside}
+
+
+def set_by(body: Sequence[ast.stmt]) -> dict[str, int]:
+    """Return the names that statements set, and the first line of each; not those inside functions and classes."""
+    found: dict[str, int] = {}
+    todo: list[ast.AST] = [*body]
+    for node in todo:
+        names: list[str] = []
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names = [node.name]
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names = [node.id]
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            names = [node.name]
+        found |= {name: getattr(node, "lineno", 0) for name in names if name not in found}
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            todo += ast.iter_child_nodes(node)
+    return found
+
+
+def sentence_of_exit(error: BaseException) -> str:
+    """Return why argparse ended the process, which only stderr has otherwise; "" if it did not."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if isinstance(error, SystemExit) else []
+    for frame in frames:
+        code = frame.f_code
+        if (code.co_name, Path(code.co_filename).name) == ("exit", "argparse.py"):
+            message = str(frame.f_locals.get("message") or "").strip()
+            return f"argparse: {message.rpartition(': error: ')[2]}" if message else ""
+    return ""
 
 
 def groups_of(error: BaseException) -> list[tuple[str, ...]]:

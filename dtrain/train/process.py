@@ -221,8 +221,23 @@ def explained(error: BaseException) -> BaseException:
 def message(error: BaseException, run_dir: Path) -> str:
     """The error's text, with what to do about it if that is known."""
     text = as_typed(disk_space.explain(error, run_dir), run_dir)
-    todo = hint(error) if "ix: " not in text else ""
+    if printed := causes.sentence_of_exit(error):
+        alone = 'the ranks import this file without its arguments: parse them under `if __name__ == "__main__":`'
+        return f"{printed}\n  fix: {alone}"
+    todo = (hint(error) or under_main(error)) if "ix: " not in text else ""
     return f"{text}\n  fix: {todo}" if todo else text
+
+
+def under_main(error: BaseException) -> str:
+    """Return the fix for a name that a script sets only in the block that the ranks do not run."""
+    if type(error) is not NameError:  # an UnboundLocalError is about another name
+        return ""
+    frames = causes.own_frames(error)
+    line = causes.names_under_main(frames[-1]["file"]).get(str(error.name)) if frames else None
+    if line is None:
+        return ""
+    where = f"{short_path(Path(frames[-1]['file']))}:{line}"
+    return f'{where} sets it under `if __name__ == "__main__":`, which the ranks do not run: move it above that block'
 
 
 def as_typed(text: str, run_dir: Path) -> str:

@@ -47,6 +47,8 @@ def smooth(outputs, targets, smoothing):
 def warm(step, steps, warmup):
     return 1.0
 
+ones = torch.ones(2)
+
 def points():
     return [], []
 """
@@ -129,7 +131,7 @@ def test_the_fix_is_accepted_as_it_is_printed(typed: str, own: dict[str, Any]) -
         ("Net, train_dataset=points, eval_dataset=points", "def my_data(): return points(), points() at the top level"),
         ("Net, points, eval_dataset=points", "leave out eval_dataset; data= gives both splits"),
         ("Net, points, callbacks=[Hook]", "hooks=[Hook]"),
-        ("Net, points, callbacks=[Hook()]", "give the class: hooks=own_things.Hook;"),
+        ("Net, points, callbacks=[Hook()]", "give the class: hooks=own_things.Hook"),
         ("Net, points, criterion=nn.CrossEntropyLoss()", "give the class: loss=torch.nn.CrossEntropyLoss;"),
         ("(Net, 3), points", 'model=(own_things.Net, {"dim": 3})'),
         ("[Net], points", "model=own_things.Net"),
@@ -154,6 +156,15 @@ def test_the_fix_is_accepted_as_it_is_printed(typed: str, own: dict[str, Any]) -
         ),
         ('Net, points, hooks=(Every, {"who": "y"})', 'hooks=(own_things.Every, {"who": "y", "every": …})'),
         ("Net, points, hooks=[Hook, Every]", 'hooks=[own_things.Hook, (own_things.Every, {"every": …})]'),
+        ("Net, points, hooks=[Hook(), Every(4)]", 'hooks=[own_things.Hook, (own_things.Every, {"every": 4})]'),
+        (
+            'Net, points, hooks=[Hook, Every(4, who="y")]',
+            'hooks=[own_things.Hook, (own_things.Every, {"every": 4, "who": "y"})]',
+        ),
+        ("Net, points, callbacks=[Hook(), Every(4)]", 'hooks=[own_things.Hook, (own_things.Every, {"every": 4})]'),
+        ("Net, points, hooks=Every(4)", 'give the class: hooks=(own_things.Every, {"every": 4})'),
+        ("Net, points, schedule=warm(0, 9, 5)", "give the function, without calling it: schedule=my_schedule"),
+        ("Net, points, loss=smooth(ones, ones, 1)", "give the function, without calling it: loss=my_loss"),
         ("Net, points, dim=4", 'model=(own_things.Net, {"dim": 4})'),
         ('(Net, {"dmi": 4}), points', 'did you mean model=(own_things.Net, {"dim": 4})?'),
         ("Net, points, resume=True", 'resume="latest"'),
@@ -163,6 +174,7 @@ def test_the_fix_is_accepted_as_it_is_printed(typed: str, own: dict[str, Any]) -
 def test_objects_in_the_wrong_place(typed: str, fix: str, own: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="\n  fix: ") as refused:
         eval(f"dtrain.fit({typed})", {**own, "dtrain": dtrain, "nn": nn, "optim": optim, "functools": functools})
+    assert [frame.name for frame in refused.traceback][-1] == "fit"  # no line of dtrain's own below it
     found = str(refused.value).partition("\n  fix: ")[2]
     assert found.replace("own_things.", "").startswith(fix.replace("own_things.", "")), refused.value
 

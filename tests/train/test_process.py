@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -198,3 +199,28 @@ def test_an_error_in_dtrain_names_the_object_that_it_used(
     found = process.objects_of(tmp_path, error)
     assert [one.partition(", ")[0] for one in found] == words
     assert all(f"test_process.py:{of_the_user.__code__.co_firstlineno}" in one for one in found if "of_the" in one)
+
+
+def test_what_a_rank_says_of_a_script_that_parses_or_sets_names_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "with_parser.py").write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--hidden', required=True)\nparser.parse_args([])\n"
+    )
+    (tmp_path / "with_names.py").write_text(
+        "def net():\n    return channels\n\ndef other():\n    return width\n\n"
+        'if __name__ == "__main__":\n    channels = 3\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module("with_parser")
+    said = process.message(ended.value, tmp_path)
+    assert said.startswith("argparse: the following arguments are required: --hidden\n  fix: ")
+    with_names = importlib.import_module("with_names")
+    with pytest.raises(NameError) as unset:
+        with_names.net()
+    assert "with_names.py:8 sets it under `if __name__" in process.message(unset.value, tmp_path)
+    with pytest.raises(NameError) as unknown:
+        with_names.other()
+    assert process.message(unknown.value, tmp_path) == "name 'width' is not defined"
