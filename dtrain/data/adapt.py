@@ -354,6 +354,12 @@ def without_numbers(name: str, part: Any, values: Any) -> ValueError:
         rule = f"column{'s' * (len(text) > 1)} {', '.join(text)} of its table: no numbers"
         return bad("data", name, rule, f"numbers in place of text and dates, or df.drop(columns={text})")
     rule = f"has an array of {np.asarray(values).dtype}, not of numbers"
+    shapes = {getattr(value, "shape", None) for value in values} if isinstance(values, np.ndarray) else {None}
+    if None not in shapes:  # an array in each place
+        fix = (
+            "one array: np.stack(list(…)).astype('float32')" if len(shapes) == 1 else "arrays of one shape: pad or crop"
+        )
+        return bad("data", name, f"{rule}: each of its elements is an array", fix)
     return bad("data", name, rule, 'numbers: tensors or arrays, if need be with .astype("float32")')
 
 

@@ -5,13 +5,14 @@ The launcher also imports this file, and must not import torch.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dtrain.errors import bad
 from dtrain.runs import causes
-from dtrain.runs.source_lines import at_def, at_return, gradient_cuts
+from dtrain.runs.source_lines import at_def, at_return, gradient_cuts, source
 from dtrain.util.format import kind_of
 
 if TYPE_CHECKING:
@@ -98,22 +99,51 @@ def call(loss: Any, name: str, outputs: Any, targets: Any, **more: bool) -> Any:
         raise better from error
 
 
-def call_own(loss: Any, name: str, outputs: Any, targets: Any, **more: bool) -> Any:
-    """Return loss(outputs, targets) of the user; if it works with its arguments swapped, that was the mistake."""
+def call_own(loss: Any, name: str, outputs: Any, targets: Any, forward: Any = None, **more: bool) -> Any:
+    """Return loss(outputs, targets) of the user. If it fails: look whether its arguments are swapped, or what forward
+    returned is no tensor, or there are no targets. forward: of the model, whose line a message shows."""
     try:
         return loss(outputs, targets, **more)
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         function = getattr(loss, "forward", getattr(loss, "func", loss))
         if "numpy() on Tensor" in str(error):  # torch's advice there is detach()
             raise without_gradient("loss", name, "numpy computes no gradient", function) from error
-        of_order = "\n  fix: " not in str(error) and not causes.is_users_own(error)
         # not if memory was short, or a check of the user's found a bad value
-        if not of_order or works(loss, outputs, targets, **more) or not works(loss, targets, outputs, **more):
+        if "\n  fix: " in str(error) or causes.is_users_own(error) or works(loss, outputs, targets, **more):
+            raise
+        if outputs is None:
+            rule = "the model's forward returned nothing (None): is a `return` missing?"
+            raise at_return(bad("loss", name, rule, "return the outputs from forward"), forward) from error
+        if hasattr(targets, "shape") and list(targets.shape[1:]) == [0] and uses_second(function):
+            rule = f"returns no targets, which loss={name} needs"
+            raise bad("data", "…", rule, "return (inputs, targets)") from error
+        for part, found in parts(outputs):
+            if works(loss, found, targets, **more):
+                rule = f"the model's forward returned {kind_of(outputs)}, and the loss works with {part} alone"
+                fix = f"return that tensor from forward, or take it in the loss: outputs = {part}"
+                raise at_return(bad("loss", name, rule, fix), forward) from error
+        if not works(loss, targets, outputs, **more):
             raise
         rule = "fails as it is called, with the outputs first and then the targets, and works with the two swapped"
         first = "self, " if hasattr(loss, "forward") else ""
         fix = f"swap its arguments: def {getattr(function, '__name__', name)}({first}outputs, targets)"
         raise at_def(bad("loss", name, rule, fix), function) from error
+
+
+def parts(outputs: Any) -> list[tuple[str, Any]]:
+    """Return the tensors in what forward returned, and how a loss takes each of them."""
+    if isinstance(outputs, dict):  # also one of Hugging Face
+        return [(f"outputs[{key!r}]", part) for key, part in outputs.items() if hasattr(part, "shape")]
+    if isinstance(outputs, (tuple, list)):
+        return [(f"outputs[{i}]", part) for i, part in enumerate(outputs) if hasattr(part, "shape")]
+    return []
+
+
+def uses_second(function: Any) -> bool:
+    """Does a function of the user read its second argument, the targets?"""
+    found = source(function)
+    names = [a.arg for a in found[1].args.args if a.arg != "self"] if found and hasattr(found[1], "args") else []
+    return len(names) > 1 and any(isinstance(n, ast.Name) and n.id == names[1] for n in ast.walk(found[1]))  # type: ignore[index]
 
 
 def works(loss: Any, *arguments: Any, **more: bool) -> bool:

@@ -152,7 +152,10 @@ def attach_loss(model: Any, loss: Callable[..., Tensor]) -> None:
         if torch.compiler.is_compiling():
             value = loss(outputs, targets, **mode)
         else:
-            value = (losses.call if is_known else losses.call_own)(loss, name, outputs, targets, **mode)
+            if is_known:
+                value = losses.call(loss, name, outputs, targets, **mode)
+            else:
+                value = losses.call_own(loss, name, outputs, targets, type(self).forward, **mode)
             if calling.is_number(value):
                 raise losses.without_gradient("loss", name, f"returned {kind_of(value)}, which has no gradient", own)
             if calling.lacks_gradient(self, value):

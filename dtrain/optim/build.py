@@ -21,13 +21,13 @@ from dtrain.optim.adamw import AdamW
 from dtrain.optim.groups import Rules, grouped, hidden_matrices
 from dtrain.optim.lion import Lion
 from dtrain.optim.muon import Muon
-from dtrain.runs.source_lines import at_return
+from dtrain.runs.source_lines import at_def, at_return, is_users
 from dtrain.util.format import kind_of
 
 log = logging.getLogger("dtrain")
 # What Python and torch raise if a function of the user takes pairs for weights, or for the model.
 WITHOUT_NAMES = re.compile(
-    r"'(tuple|generator|list)' object (has no attribute|is not callable)|can't optimize a non-leaf|"
+    r"'(tuple|generator|list|\w*iterator)' object (has no attribute|is not callable)|can't optimize a non-leaf|"
     r"optimizer can only optimize Tensors|argument to the optimizer should be an iterable"
 )
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -292,7 +292,11 @@ def check(make: MakeOptimizer, splits_weights: bool, names: Sequence[str] = ()) 
                 isinstance(value, Tensor) and value.numel() > 1 and value.shape != whole.shape
             ):
                 rule = f"its state {key} is neither one number nor shaped like the weight, and is not saved"
-                raise bad("optim", name, rule, "optim=adamw, adafactor, lion, rmsprop or sgd")
+                fix = "optim=adamw, adafactor, lion, rmsprop or sgd"
+                if own := getattr(type(optimizer), "step", None) if is_users(type(optimizer)) else None:
+                    fix = f"keep {key} out of self.state[p], or make it a tensor shaped like p or one number"
+                    raise at_def(bad("optim", name, rule, fix), own)
+                raise bad("optim", name, rule, fix)
     if splits_weights and not all(torch.allclose(whole, updated(make, 2, dim, names)[0], 1e-5, 1e-7) for dim in (0, 1)):
         rule = "updates whole matrices, and under this strategy a rank holds only a part of each"
         fix = "strategy=ddp or pipeline, or an optimizer that updates each element by itself"

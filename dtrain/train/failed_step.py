@@ -21,6 +21,7 @@ from dtrain.data.check import reader_of
 from dtrain.data.loader import Loader
 from dtrain.errors import bad
 from dtrain.models import calling, losses
+from dtrain.runs import causes
 from dtrain.runs.source_lines import at_def, at_return, source
 from dtrain.strategies.ddp import DDP
 from dtrain.train.process import log
@@ -28,9 +29,10 @@ from dtrain.train.process import log
 if TYPE_CHECKING:
     from dtrain.train.setup import Run
 
-OF_THE_BATCH = re.compile(r"and targets \[.*\n  fix: give |has NaN or Inf in its (inputs|targets)")
+OF_THE_BATCH = re.compile(r"and targets \[.*\n  fix: give |has NaN or Inf in its (inputs|targets)|returns no targets,")
 NO_GRADIENT = re.compile(r"element 0 of tensors does not require grad")
 IN_PLACE = re.compile(r"modified by an inplace operation")
+DICT = re.compile(r"\bdict\b")
 
 
 @contextlib.contextmanager
@@ -55,6 +57,13 @@ def second_look(run: Run, error: Exception) -> Exception | None:
     if OF_THE_BATCH.search(text):  # with another fix, the model or the setting may be wrong
         return at_return(error, reader_of(data.dataset))
     in_forward = "\n  fix: " not in text and hasattr(run.strategy.module, "watch") and is_of_forward(run, error)
+    if (
+        DICT.search(text)
+        and "\n  fix: " not in text
+        and is_of_forward(run, error)
+        and (better := of_fields(run, error))
+    ):
+        return better
     # one rank may fail alone, and sharded weights need all ranks
     if not isinstance(data, Loader) or not (dist.get_world_size() == 1 or isinstance(run.strategy, DDP)):
         return of_unpacking(run) if in_forward and "values to unpack" in text else None
@@ -106,6 +115,27 @@ def of_own_loss(run: Run, inputs: Any, targets: Any) -> Exception | None:
                 fix = "def forward(self, x), without the targets"
             return at_def(bad("loss", chosen, rule, fix), type(module).forward)
     return None
+
+
+def of_fields(run: Run, error: Exception) -> Exception | None:
+    """Does forward(x) use a dict as if it was a tensor? A sample's fields come one by one to arguments of their names.
+
+    By its source: a forward that looks into the dict, x["image"], is right, and so may be one that hands it on."""
+    module: Any = run.strategy.module
+    call, function, inputs = calling.call_of(module), type(module).forward, run.train_data.sample()[0]
+    values = getattr(inputs, "values", None)
+    if not isinstance(values, dict) or not call.takes_batch or call.names[0] in values or causes.is_users_own(error):
+        return None
+    name, found = call.names[0], source(function)
+    looks = [
+        node.value for node in (ast.walk(found[1]) if found else ()) if isinstance(node, (ast.Subscript, ast.keyword))
+    ]
+    if found is None or any(isinstance(node, ast.Name) and node.id == name for node in looks):
+        return None
+    fields = ", ".join(values)
+    rule = f"{call.name}.forward({name}) gets a dict of {fields}: no field is named {name}"
+    fix = f"def forward(self, {fields}); or the data set returns the key {name!r} in place of {next(iter(values))!r}"
+    return at_def(bad("model", call.name, rule, fix), function)
 
 
 def of_unpacking(run: Run) -> Exception | None:

@@ -36,6 +36,14 @@ HINTS: tuple[tuple[str, str], ...] = (
         "without, as x = x + y",
     ),
     (
+        r"a leaf Variable that requires grad is being used in an in-place operation",
+        "change weights without gradients: @torch.no_grad() above step() of an optimizer, or `with torch.no_grad():`",
+    ),
+    (
+        r"__(getitem|len|iter)__\(\) takes [01] positional arguments? but \d+ w",
+        r"self is the first argument of a method: def __\1__(self, …)",
+    ),
+    (
         r"Torch not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs are available|CUDA error: invalid device",
         "no .cuda() and no device names: dtrain moves the model and the batch; a new tensor takes device=x.device",
     ),

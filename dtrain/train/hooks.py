@@ -371,6 +371,10 @@ class _Named:
         where = causes.own_line(error).partition(", in ")[0]
         at = f" ({where})" if where else ""
         text = f"{self.what}{at} failed at step {self.step}: {type(error).__name__}: {error}"
+        if isinstance(error, AttributeError) and isinstance(error.obj, HookRun):
+            ours = ("_", "begin_evaluation", "forward", "stopped_because")
+            there = sorted(name for name in {*vars(error.obj), *vars(HookRun)} if not name.startswith(ours))
+            text += f"\n  fix: run has {', '.join(there)}"
         raise HookError(text).with_traceback(error.__traceback__) from error
 
 

@@ -132,6 +132,10 @@ def test_arrays() -> None:
     assert adapted("d", (np.ones((2, 2), np.complex64), np.ones(2))).inputs.dtype == torch.complex64
     with pytest.raises(ValueError, match="array of <U1, not of numbers"):
         adapted("d", (np.ones((2, 2)), np.array(["a", "b"])))
+    rows = np.empty(4, object)
+    rows[:] = [np.ones(3)] * 4
+    with pytest.raises(ValueError, match=r"each of its elements is an array\n  fix: one array: np\.stack"):
+        adapted("d", (rows, np.ones(4)))
     with pytest.raises(ValueError, match="pairs are not clear"):
         splits_of("d", [np.ones(4)] * 4)
     with pytest.raises(ValueError, match="4 and 3 rows"):

@@ -197,6 +197,11 @@ class PerRow(torch.optim.SGD):
                 p.data -= group["lr"] * p.grad / p.grad.norm(dim=1, keepdim=True)
 
 
+class Keeps(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        self.state[self.param_groups[0]["params"][0]]["history"] = []
+
+
 class Counting(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -215,6 +220,7 @@ class Counting(torch.optim.SGD):
         (functools.partial(of_class, functools.partial(torch.optim.Muon, lr=1e-2)), True, "updates whole matrices"),
         (functools.partial(of_class, PerRow), True, "updates whole matrices"),
         (functools.partial(of_class, functools.partial(torch.optim.Adafactor, lr=1e-2)), False, "neither one number"),
+        (functools.partial(of_class, Keeps), False, "fix: keep history out of self.state"),
         (functools.partial(of_class, Counting), False, "changes its own settings"),
     ],
 )
@@ -312,9 +318,18 @@ def the_class(named: Any) -> Any:
     return torch.optim.Adam
 
 
+def of_the_model(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
-    [(of_another_model, "not those of the model"), (with_a_closure, "closure"), (the_class, "returned the class Adam")],
+    [
+        (of_the_model, r"fix: def of_the_model\(named_parameters\)"),
+        (of_another_model, "not those of the model"),
+        (with_a_closure, "closure"),
+        (the_class, "returned the class Adam"),
+    ],
 )
 def test_what_a_function_gives_is_checked(function: Any, words: str) -> None:
     make = factory({"_target_": f"{__name__}.{function.__name__}"}, [__name__], 64)

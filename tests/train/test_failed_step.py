@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtrain.data.fields import Fields
 from dtrain.data.loader import Loader
 from dtrain.models import losses, user_model
 from dtrain.runs.causes import own_frames
@@ -33,6 +34,17 @@ class Samples:
     def batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         targets = self.y[indices]
         return torch.ones(len(indices), 4), targets.float() if self.floats else targets
+
+
+class Alone(Samples):
+    def batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        return torch.ones(len(indices), 4), torch.zeros(len(indices), 0)
+
+
+class ByName(Samples):
+    def batch(self, indices: np.ndarray) -> Any:
+        values = torch.ones(len(indices), 4)
+        return Fields({"wave": values, "length": values}), self.y[indices]
 
 
 class Net(nn.Module):
@@ -73,6 +85,22 @@ class Unpacks(Net):
         return self.last(x)
 
 
+class Returns(Net):
+    """Gives what a loss of the user cannot take."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.last(x))
+
+
+class Looks(Net):
+    def forward(self, x: Any) -> Tensor:
+        return self.last(x["wave"] + x["length"] + x)
+
+
 class Fails(Net):
     def forward(self, x: Any) -> Tensor:
         return self.last(x + None)
@@ -92,6 +120,10 @@ class FailsOnce(Net):
         if self.memory == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return self.last(x)
+
+
+def mine(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets)
 
 
 @pytest.fixture(autouse=True)
@@ -189,6 +221,33 @@ def test_a_batch_that_does_not_fit_the_loss() -> None:
     assert not shown(failed(Net(), Samples(5))).startswith("return torch.ones"), "too few outputs, or wrong targets"
     error = failed(Net(), Samples(), losses.mse)
     assert "fix: loss=cross_entropy" in str(error) and not shown(error).startswith("return")
+
+
+@pytest.mark.parametrize(
+    ("wrap", "rule"),
+    [
+        (lambda y: None, "the model's forward returned nothing (None)"),
+        (lambda y: (y, y.sum()), "the loss works with outputs[0] alone"),
+        (lambda y: {"logits": y}, "the loss works with outputs['logits'] alone"),
+    ],
+)
+def test_a_forward_that_gives_no_tensor_to_a_loss_of_the_user(wrap: Callable[[Tensor], Any], rule: str) -> None:
+    error = failed(Returns(wrap), Samples(), mine)
+    assert rule in str(error) and "\n  fix: return" in str(error)
+    assert shown(error) == "return self.wrap(self.last(x))"
+
+
+def test_data_without_targets_under_a_loss_of_the_user() -> None:
+    error = failed(Net(), Alone(), mine)
+    assert "returns no targets, which loss=mine needs\n  fix: return (inputs, targets)" in str(error)
+    assert shown(error).startswith("return torch.ones(len(indices), 4), torch.zeros")
+
+
+def test_fields_that_no_argument_of_forward_has() -> None:
+    error = failed(Net(), ByName())
+    assert "Net.forward(x) gets a dict of wave, length: no field is named x" in str(error)
+    assert "fix: def forward(self, wave, length)" in str(error)
+    assert isinstance(failed(Looks(), ByName()), TypeError), "it takes the dict on purpose"
 
 
 def test_an_error_of_another_kind_stays() -> None:

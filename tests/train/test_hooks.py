@@ -18,7 +18,8 @@ from dtrain.errors import CheckpointError
 from dtrain.launch.arguments import prepare_arguments
 from dtrain.runs.folder import latest_checkpoint
 from dtrain.runs.protocol import BAD_CONFIG, FAILED
-from dtrain.train.hooks import Hooks
+from dtrain.train.hook_run import HookRun
+from dtrain.train.hooks import HookError, Hooks, _Named
 from dtrain.util import json_state
 from tests.world import make_run, metrics, start, summary, train
 
@@ -125,6 +126,12 @@ def test_an_error_names_the_hook_its_file_and_line(tmp_path: Path) -> None:
     assert failure(run).startswith(
         f"hooks: {OWN}.Divides.after_step ({source}:{number}) failed at step 2: ZeroDivisionError: "
     )
+
+
+def test_an_attribute_that_run_does_not_have_lists_those_it_has() -> None:
+    view = HookRun.__new__(HookRun)
+    with pytest.raises(HookError, match=r"no attribute 'net'\n  fix: run has batches, outputs, stop"), _Named("h", 1):
+        assert view.net  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
