@@ -45,6 +45,13 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # dtrain runs | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at exit
         return 0
+    except KeyboardInterrupt:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        from dtrain.ui import console
+
+        console.print_error("interrupted")
+        return 130
     except (ValueError, OSError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise

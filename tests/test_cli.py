@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from dtrain.config.files import RECIPES
 from dtrain.launch.local import Local
 from dtrain.launch.recipes import built_in
 from tests.test_bad_inputs import COMPOSE_ONCE
+from tests.world import make_run
 
 
 @pytest.fixture(autouse=True)
@@ -195,3 +197,20 @@ def test_a_reader_that_goes_away_is_no_error_and_starts_nothing(words: list[str]
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
     assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(COMMANDS["evaluate"])
+    monkeypatch.setattr(module, "main", lambda argv: signal.raise_signal(signal.SIGINT))
+    assert main(["evaluate", "run"]) == 130
+    assert capsys.readouterr().err.strip() == "error: interrupted"
+
+
+@pytest.mark.parametrize("ranks", ["2", "1:2"])
+def test_a_run_that_has_ended_is_not_scaled(ranks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", f"cluster.processes={ranks}")
+    (run / "launch.json").write_text('{"overrides": [], "launches": [{"time": "2026-01-01T00:00:00"}]}')
+    (run / "summary.json").write_text('{"status": "done", "steps": 4}')
+    assert main(["scale", str(run), "4"]) == 2
+    said = capsys.readouterr().err
+    assert "the run has ended (done)" in said and "cluster.processes=4 train.steps=…" in said

@@ -22,8 +22,11 @@ MOUNTED = ("/dev/shm", "/etc/dtrain")  # by dtrain itself
 def check(cluster: dict[str, Any]) -> None:
     """Reject what Kubernetes would refuse, ignore or misread; also secrets that a manifest would show."""
     if not cluster["image"]:
-        rule = "the pods need a container image with dtrain"
-        raise bad("cluster.image", None, rule, "docker build -f docker/Dockerfile …, then cluster.image=NAME:TAG")
+        rule, fix = "the pods need a container image with dtrain", "cluster.image=NAME:TAG"
+        if not cluster["volumes"]:
+            rule += ", and share a run folder on a volume"
+            fix += " " + volume_for(cluster)
+        raise bad("cluster.image", None, rule, f"docker build -f docker/Dockerfile …, then {fix}")
     for key, pattern in (("namespace", LABEL), ("service_account", NAME), ("priority_class", NAME)):
         if cluster[key] is not None and not pattern.fullmatch(str(cluster[key])):
             rule = "must be a name of Kubernetes: small letters, digits and dashes"
@@ -115,6 +118,16 @@ def mounts(volumes: list[str]) -> list[tuple[str, str, bool]]:
     return found
 
 
+def volume_for(cluster: dict[str, Any]) -> str:
+    """Return the settings that give the pods a volume for the run folder."""
+    root = Path(cluster["run_root"] or "/data")
+    where = root if root.is_absolute() and root != Path("/") and ".." not in root.parts else "/data"
+    typed = [] if where == root and cluster["run_root"] else [f"cluster.run_root={where}"]
+    kept = [text for text in cluster["volumes"] if text.split(":")[1] != str(where)]
+    volumes = ",".join([*kept, f"training:{where}"])
+    return " ".join([f"'cluster.volumes=[{volumes}]'", *typed]) + "   (training: a claim; kubectl get pvc lists yours)"
+
+
 def pods_run_dir(config: dict[str, Any]) -> Path:
     """Return the run folder as the pods see it: it must be on a volume, which all of them share."""
     cluster, run_dir = config["cluster"], Path(config["run_dir"])
@@ -125,7 +138,8 @@ def pods_run_dir(config: dict[str, Any]) -> Path:
     if ".." in folder.parts or not any(folder != path and folder.is_relative_to(path) for path in paths):
         shown = cluster["run_root"] if setting == "cluster.run_root" else config["run_dir"]
         rule = "must be below a volume that the pods can write to, as they share the run folder"
-        where = paths[0] if paths else "/data"
-        fix = f"run_dir={where}/… if this machine mounts that volume there, too; or cluster.run_root={where}"
-        raise bad(setting, shown, rule, fix if paths else f"'cluster.volumes=[CLAIM:{where}]', and {fix}")
+        if not paths:
+            raise bad(setting, shown, rule, volume_for(cluster))
+        fix = f"cluster.run_root={paths[0]}; or run_dir={paths[0]}/… if this machine mounts that volume there, too"
+        raise bad(setting, shown, rule, fix)
     return folder

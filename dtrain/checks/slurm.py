@@ -30,6 +30,12 @@ REFUSALS = (
     (r"invalid node name|node.*not.*partition", "nodelist exclude", "sinfo -N lists the nodes"),
     (r"node count|node configuration|more processors", "nodes", "sinfo -o '%P %D %c %m %G' shows the available nodes"),
 )
+# sbatch finds no configuration of SLURM, or no controller answers; sinfo would fail, too
+UNREACHABLE = re.compile(
+    r"establish a configuration source|unable to contact slurm|slurm_load_ctl_conf|unable to process configuration file"
+    r"|could not find slurm\.conf|unable to find.*slurm\.conf",
+    re.IGNORECASE,
+)
 ASKED = ("gpus_per_node", "gres", "mem", "cpus_per_task", "constraint", "nodelist", "exclude")  # requests per node
 OWN_NAMES = (
     "nodes", "processes", "time", "partition", "account", "qos", "exclusive", "reservation", "mail_type", "mail_user",
@@ -113,6 +119,10 @@ def check_texts(texts: dict[str, Any], folder: Path, import_path: str) -> None:
 
 def refused(answer: str, parameters: dict[str, Any]) -> ValueError:
     text = " ".join(re.sub(r"(sbatch|allocation): (error|failure): ", "", line) for line in answer.split("\n") if line)
+    if UNREACHABLE.search(text):
+        last = re.sub(r"^\w+: (error|fatal): ", "", [line for line in answer.split("\n") if line.strip()][-1])
+        fix = "cluster=local, or launch on a login node of the cluster; dry_run=true shows the script"
+        return ValueError(f"cluster: no SLURM is reachable from this machine (sbatch: {last.strip()})\n  fix: {fix}")
     option = re.search(r"invalid --([a-z-]+) specification|option '--([a-z-]+)", text, re.IGNORECASE)
     if option:
         name = option[1] or option[2]

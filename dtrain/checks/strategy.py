@@ -177,12 +177,12 @@ def check_pure(config: dict[str, Any], name: str) -> None:
 
 def check_float8(config: dict[str, Any], name: str, num_samples: int, cp: int) -> None:
     gpu, model = config["hardware"].get("gpu") or "", config["model"]
-    if importlib.util.find_spec("torchao") is None:
-        raise bad("precision", name, "torchao is not installed", "pip install 'dtrain[fp8]', or precision=bf16")
     if gpus_per_node(config["cluster"]) == 0:
         raise bad("precision", name, "needs GPUs, and there are none", "precision=bf16")
     if re.search(WITHOUT_FLOAT8, gpu):
         raise bad("precision", name, f"{gpu} has no float8 matmuls (Ada, Hopper and later do)", "precision=bf16")
+    if importlib.util.find_spec("torchao") is None:
+        raise bad("precision", name, "torchao is not installed", "pip install 'dtrain[fp8]', or precision=bf16")
     if config["lora"]["rank"]:
         raise bad("lora.rank", config["lora"]["rank"], "LoRA adapters do not work with float8 layers", "precision=bf16")
     tokens = num_samples * (config["data"].get("seq_len") or model.get("seq_len") or FLOAT8_MULTIPLE) // cp

@@ -58,7 +58,8 @@ def validate(config: dict[str, Any]) -> mesh.MeshSizes:
         check_heads(config["model"], tp, config["cluster"]["processes"])
     if ours and (pp := config["strategy"].get("pp", 1)) > 1:  # likewise
         check_layers(config["model"], pp, max(1, ranks[0] // max(1, tp * config["strategy"].get("cp", 1))))
-    sizes = mesh.of_strategy(config["strategy"], *ranks, *batch)
+    most = config["cluster"].get("gpus_per_node") or None  # of a local run, ranks may share a GPU
+    sizes = mesh.of_strategy(config["strategy"], *ranks, *batch, most)
     if ours:  # in a user's own model `dim` may mean something else
         check_model(config["model"], sizes)
     _, _, num_micro_batches = batch_sizes(config, sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -128,8 +129,11 @@ def other_data(run_dir: Path, overrides: Sequence[str], trust: Sequence[str]) ->
     for word in overrides:
         if not word.startswith(("data=", "data.")):
             raise bad("override", word, "only the data may differ from the run's", "data=text data.path=FOLDER")
-    config = compose([f"resume={quote(run_dir)}", *overrides, f"trust=[{','.join(trust)}]"])
-    check_data(config)
+    try:
+        config = compose([f"resume={quote(run_dir)}", *overrides, f"trust=[{','.join(trust)}]"])
+        check_data(config)
+    except ValueError as error:  # the model is the run's
+        raise ValueError(re.sub(r", or another model$", ", or a run of another model", str(error))) from error
     return dict(config["data"])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from dtrain.commands.run_parser import RunParser
 from dtrain.config import elastic, run_file
 from dtrain.errors import bad
@@ -22,16 +24,18 @@ def main(argv: list[str]) -> int:
     run_dir = find_run(options.run)
     config = run_file.load(run_dir)
     found = elastic.range_of(config)
+    (record,), _ = load([run_dir], ask_all=True)
+    if not record.is_live:
+        done = f" train.steps=… {shlex.quote('resume_allow=[train.steps]')}" if record.status == "done" else ""
+        unit = "cluster.nodes" if found and found.unit == "node" else "cluster.processes"
+        fix = f"{resume_command(run_dir)} {unit}={options.number}{done}"
+        raise bad("scale", short_path(run_dir), f"the run has ended ({record.status})", fix)
     if found is None:
         rule = "the run has a fixed number of ranks"
         fix = f"stop it, then {resume_command(run_dir)} cluster.processes=1:{options.number}"
         raise bad("scale", short_path(run_dir), rule, fix)
-    (record,), _ = load([run_dir], ask_all=True)
     members = Members(config, record.launch.get("usable_sizes"))
     members.check(options.number)
-    if not record.is_live:
-        fix = f"{resume_command(run_dir)}"
-        raise bad("scale", short_path(run_dir), f"the run is {record.status}", fix)
     has = len(record.attempts[-1]["nodes"] or []) if record.attempts else 0
     if found.unit == "node" and options.number > has and not config["cluster"]["requeue"]:
         rule = f"the job has {has} nodes, and only a new place in the queue gets more (cluster.requeue=false)"

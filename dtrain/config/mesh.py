@@ -49,12 +49,14 @@ def resolve(
     cp: int = 1,
     batch_size: int | None = None,
     micro: int | None = None,
+    most: int | None = None,
 ) -> MeshSizes:
     """Fill in each -1 and check that the axes multiply to the number of ranks.
 
     With several -1, tp is filled first, up to one node (its collectives are the most frequent and largest), then pp,
     then dp. So `strategy=tensor` uses tp over all ranks of a node, and with `strategy.tp=2` the rest is data parallel.
     batch_size, micro: the global one and that of a pass, for a fix that changes the number of ranks.
+    most: how many ranks a node can have, its GPUs, if that is known.
     """
     node_size = node_size or world_size
     sizes = {"pp": pp, "dp": dp, "tp": tp}
@@ -75,9 +77,18 @@ def resolve(
         sizes[axis] = math.gcd(rest, node_size) if axis == "tp" and not last else rest
         rest //= sizes[axis] or 1
     if math.prod(sizes.values()) != world_size:
+        node = node_size if world_size > node_size else most
+        if node and tp > 1 and node % tp:  # no number of nodes helps
+            fits = math.gcd(tp, node)
+            ranks = math.lcm(fits * abs(pp) * cp, node)  # whole nodes
+            nodes = "" if world_size % (fits * abs(pp) * cp) == 0 else f" cluster.nodes={ranks // node}"
+            raise ValueError(
+                f"{asked}: tensor-parallel ranks must be in one node, so tp must be at most, and divide, "
+                f"the {node} ranks of a node\n  fix: strategy.tp={fits}{nodes}{'' if dp == -1 else ' strategy.dp=-1'}"
+            )
         raise ValueError(
             f"{asked}: {' × '.join(sizes)} must equal the number of ranks, {world_size}\n"
-            f"  fix: {other_sizes(world_size, node_size, fixed, abs(pp * tp), cp, batch_size, dp == -1, micro)}"
+            f"  fix: {other_sizes(world_size, node_size, fixed, abs(pp * tp), cp, batch_size, dp == -1, micro, most)}"
         )
     if node_size % sizes["tp"]:
         raise ValueError(
@@ -94,10 +105,11 @@ def of_strategy(
     node_size: int,
     batch_size: int | None = None,
     micro: int | None = None,
+    most: int | None = None,
 ) -> MeshSizes:
     """Return the mesh of a strategy's settings."""
     axes = {axis: section[axis] for axis in ("pp", "dp", "tp", "cp") if axis in section}
-    return resolve(world_size, node_size, **axes, batch_size=batch_size, micro=micro)
+    return resolve(world_size, node_size, **axes, batch_size=batch_size, micro=micro, most=most)
 
 
 def other_sizes(
@@ -109,6 +121,7 @@ def other_sizes(
     batch_size: int | None = None,
     filled: bool = False,
     micro: int | None = None,
+    most: int | None = None,
 ) -> str:
     """Suggest degrees for these ranks, or ranks for these degrees. model: pp × tp, as far as given.
 
@@ -120,7 +133,7 @@ def other_sizes(
         fill = f"strategy.cp={fits} strategy.dp=-1"
     axes = "pp, tp and cp" if cp > 1 else "pp and tp"
     degrees = fill or f"{'' if filled else 'strategy.dp=-1 with '}{axes} whose product divides {world_size}"
-    if world_size == node_size:
+    if world_size == node_size and (most is None or fixed <= most):
         ranks = f"cluster.processes={fixed}"
     else:
         ranks = f"cluster.nodes={fixed // node_size}" if fixed % node_size == 0 else ""

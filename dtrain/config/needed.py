@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from dtrain.config.files import CONF, GROUPS, SEVERAL, default_options, options_of, read_yaml
 
@@ -48,6 +49,26 @@ def sequence_length(folder: str) -> int | None:
     except (OSError, ValueError, AttributeError):
         return None
     return next((min(size, 1024) for size in sizes if type(size) is int and size > 0), None)
+
+
+def missing(error: Exception, choices: Mapping[str, Any], cfg: Any, typed: Iterable[str]) -> str | None:
+    """Explain a reference to a setting that another option does not have, as data=mnist's to the size of images.
+
+    None: the error is of another kind. choices: the chosen option of each group; cfg: the composed configuration.
+    """
+    asked, key = re.search(r"'([\w.]+)' not found", str(error)), getattr(error, "full_key", None)
+    if asked is None or not key:
+        return None
+    key, group = str(key), asked[1].partition(".")[0]
+    section, chosen = key.partition(".")[0], choices.get(group)
+    is_length = chosen == "hf" and key == "data.seq_len"  # its folder knows the length
+    usual = 128 if key == "data.seq_len" else "…"  # text data for a user's model that defines no sequence length
+    value = (sequence_length(str(cfg["model"].get("path"))) if is_length else None) or usual
+    values = " ".join([f"{key}={value}", *(f"{name}=…" for name in needed(typed) if name != key)])
+    fix = f"{values}, or your own {section}: {section}=MODULE.NAME (docs/your-own.md), or one of dtrain's models"
+    if group == "model" and chosen in options_of(group) and not is_length:  # it cannot take such samples
+        fix = f"data={data_of(str(chosen))}, or another model"
+    return f"{key}: refers to {asked[1]}, which {group}={chosen} does not have\n  fix: {fix}"
 
 
 def with_needed(error: ValueError, typed: Iterable[str]) -> ValueError:

@@ -11,11 +11,13 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError
 
 from dtrain.checks.network import check
 from dtrain.config import run_length
 from dtrain.config.files import CONF, SEVERAL
 from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
+from dtrain.config.needed import missing
 from dtrain.config.schema import check_keys_and_types
 from dtrain.config.untrusted import resolved
 from dtrain.launch import compose_cache
@@ -39,10 +41,15 @@ def plain_config(argv: list[str]) -> dict[str, Any]:
             "script: only `launch` runs a program of your own\n  fix: leave out script=, or dtrain launch …"
         )
     cfg = hydra_config(overrides)
-    config = resolved(cfg, overrides)
+    choices: Any = OmegaConf.to_container(cfg.hydra.runtime.choices)
+    try:
+        config = resolved(cfg, overrides)
+    except InterpolationKeyError as error:
+        if text := missing(error, choices, cfg, overrides):
+            raise ValueError(text) from error
+        raise
     run_length.keep_one_length(config, overrides)
     check_keys_and_types(config)
-    choices: Any = OmegaConf.to_container(cfg.hydra.runtime.choices)
     chosen = {group: choices.get(group) for group in (*GROUPS, "recipe")}
     return {**config, "choices": chosen | {group: ",".join(config[group]) or "none" for group in SEVERAL}}
 

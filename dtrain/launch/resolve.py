@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from dtrain.config import redaction, run_length
 from dtrain.config.files import SEVERAL, is_script, options_of
 from dtrain.config.hardware import ranks_per_node
 from dtrain.config.hydra_errors import GROUPS
-from dtrain.config.needed import data_of, needed, sequence_length
+from dtrain.config.needed import missing
 from dtrain.config.untrusted import check_own, resolved
 from dtrain.errors import bad
 from dtrain.launch import fork, sweeps
@@ -162,22 +161,10 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
     overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # one by one, they would resolve
     try:
         config = resolved(cfg, overrides)
-    except InterpolationKeyError as error:  # e.g. text data for a user's model that defines no sequence length
-        asked = re.search(r"'([\w.]+)' not found", str(error))
-        if asked is None or not error.full_key:
-            raise
-        group, key = asked[1].partition(".")[0], str(error.full_key)
-        chosen = HydraConfig.get().runtime.choices.get(group)
-        rule = f"refers to {asked[1]}, which {group}={chosen} does not have"
-        section = key.partition(".")[0]
-        is_length = chosen == "hf" and key == "data.seq_len"  # its folder knows the length
-        usual = 128 if key == "data.seq_len" else "…"
-        value = (sequence_length(str(cfg["model"].get("path"))) if is_length else None) or usual
-        values = " ".join([f"{key}={value}", *(f"{name}=…" for name in needed(overrides) if name != key)])
-        fix = f"{values}, or your own {section}: {section}=MODULE.NAME (docs/your-own.md), or one of dtrain's models"
-        if group == "model" and chosen in options_of(group) and not is_length:  # it cannot take such samples
-            fix = f"data={data_of(str(chosen))}, or another model"
-        raise ValueError(f"{key}: {rule}\n  fix: {fix}") from error
+    except InterpolationKeyError as error:
+        if text := missing(error, HydraConfig.get().runtime.choices, cfg, overrides):
+            raise ValueError(text) from error
+        raise
     redaction.check(config)
     run_length.keep_one_length(config, overrides)
     config["run_dir"] = cfg.get("run_dir")  # Hydra's own value: in a copy, ${now:} may resolve to a later second

@@ -85,7 +85,8 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     strategy, cluster = config["strategy"], config["cluster"]
     name = config["choices"]["strategy"]
     node_size = ranks_per_node(cluster)
-    sizes = mesh.of_strategy(strategy, cluster["nodes"] * node_size, node_size)
+    most = cluster.get("gpus_per_node") or config["hardware"].get("gpus_per_node")
+    sizes = mesh.of_strategy(strategy, cluster["nodes"] * node_size, node_size, most=most)
     _, micro, micro_batches = batch_sizes(dict(config), sizes)
     schedule, ranks = strategy.get("schedule", "1f1b"), sizes.world_size
     is_alone = holds_all(strategy, ranks)

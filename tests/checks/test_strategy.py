@@ -121,6 +121,12 @@ def test_deepspeed_in_fp16_needs_a_cpu_for_it(
             make_run(tmp_path / fake, *words)
 
 
+def test_float8_needs_gpus_before_it_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 0)
+    with pytest.raises(ValueError, match=r"needs GPUs, and there are none\n  fix: precision=bf16$"):
+        make_run(tmp_path / "run", "precision=fp8")
+
+
 def test_a_pipeline_needs_a_gpu_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 1)
     with pytest.raises(ValueError, match="gloo, which cannot send GPU tensors"):

@@ -76,6 +76,12 @@ def at_step_2(run: Path) -> float:
         return float(model(*dataset.batch(np.arange(len(dataset)))))
 
 
+def test_data_for_another_kind_of_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(run), "data=mnist"]) == 2
+    said = capsys.readouterr().err
+    assert "refers to model.image_size, which model=gpt2-tiny does not have\n  fix: data=stdlib, or a run of" in said
+
+
 def test_a_checkpoint_other_than_the_newest(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     newest, _ = load_model(run, [])
     for word, step in ((f"{run}@3", 3), (f"{run}@step-00000002", 2)):

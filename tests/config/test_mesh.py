@@ -101,6 +101,15 @@ def test_a_refusal_proposes_a_cp_that_is_accepted(world: int, pp: int, dp: int, 
         resolve(4, cp=3)
 
 
+@pytest.mark.parametrize(("world", "node", "most"), [(8, 8, 8), (16, 8, 8), (16, 8, None)])
+def test_more_tensor_ranks_than_a_node_has_are_refused_at_once(world: int, node: int, most: int | None) -> None:
+    with pytest.raises(ValueError, match=r"the 8 ranks of a node\n  fix: strategy\.tp=8 cluster\.nodes=4$"):
+        resolve(world, node, pp=4, tp=16, most=most)
+    assert resolve(32, 8, pp=4, tp=8, most=most).dp == 1
+    with pytest.raises(ValueError, match=r"fix: cluster\.nodes=4, or "):
+        resolve(8, 8, pp=4, tp=8, most=8)  # not 32 ranks on the 8 GPUs
+
+
 def test_a_mesh_in_words() -> None:
     assert str(MeshSizes(pp=2, dp=3, tp=4)) == "pp 2 × dp 3 × tp 4"
     assert MeshSizes(pp=2, dp=3, tp=4).as_dict() == {"pp": 2, "dp": 3, "tp": 4}

@@ -279,3 +279,18 @@ def test_bad_settings_are_refused(cluster: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as refused:
         documents(config)
     assert "\n  fix: " in str(refused.value)
+
+
+def test_a_first_launch_has_one_fix() -> None:
+    """It names the image and the volume, and works."""
+    config = copy.deepcopy(base()) | {"run_dir": "/here/outputs/run"}
+    for typed in ({"image": None}, {"image": "dtrain:1"}, {"image": None, "run_root": "/data"}):
+        config["cluster"] |= {"volumes": [], "run_root": None, **typed}
+        with pytest.raises(ValueError, match="volume") as refused:
+            documents(config)
+        fix = str(refused.value).partition("  fix: ")[2]
+        assert ("cluster.image=NAME:TAG" in fix) == (typed["image"] is None)
+        assert "'cluster.volumes=[training:/data]'" in fix
+        assert ("cluster.run_root=/data" in fix) == ("run_root" not in typed)
+        config["cluster"] |= {"image": "dtrain:1", "volumes": ["training:/data"], "run_root": "/data"}
+        assert documents(config)
