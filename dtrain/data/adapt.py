@@ -426,10 +426,17 @@ class Samples:
                 samples = []
                 for index, key in zip(indices, keys, strict=True):
                     seed_draws(int(key))
-                    samples.append(self.data[int(index)])
+                    samples.append(self._sample(int(index)))
             if self.collate is None:
                 self._refuse_none(samples, indices)
             return collated(samples, self.collate, self.noted, self.name, self.reader)
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self.data[index]
+        except IndexError as error:  # often __len__ is too large
+            text = f"{error}: {type(self.data).__name__}.__getitem__({index}), and its __len__ is {len(self.data)}"
+            raise IndexError(text).with_traceback(error.__traceback__) from error
 
     def _refuse_none(self, samples: list[Any], indices: np.ndarray) -> None:
         for index, sample in zip(indices, samples, strict=True):

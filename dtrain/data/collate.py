@@ -14,6 +14,7 @@ from dtrain.data.check import described
 from dtrain.data.fields import TARGETS, Fields, no_targets
 from dtrain.errors import bad
 from dtrain.runs.source_lines import at_return
+from dtrain.util.format import kind_of
 
 Batch = tuple[Any, Any]  # each a Tensor or Fields
 NOTHING = object()  # in place of text, and of other things that no model takes
@@ -117,6 +118,10 @@ def as_batch(batch: Any, notes: dict[str, None]) -> Batch:
         if len(parts) == 1:
             return whole(parts[0]), no_targets(len(whole(parts[0])))
         if parts:
+            for i in {0, 1} if len(parts) == 2 else {len(parts) - 1}:
+                if parts[i] is NOTHING and isinstance(batch[i], (list, tuple)) and batch[i]:
+                    rule = f"part {i} of its samples is {kind_of(batch[i][0])} ({batch[i][0]!r:.40}), not numbers"
+                    raise bad("data", "…", rule, "a number for each text, as NAMES.index(text)")
             first = parts[0] if len(parts) == 2 else tuple(parts[:-1])
             return whole(first), targets_of(parts[-1])
     inputs = tensors(batch, "the batch", notes)

@@ -350,3 +350,23 @@ def test_inputs_without_targets_are_refused_before_the_first_step() -> None:
     assert (
         "no targets among its fields image, cls" in fields and 'fix: name the field with the targets "labels"' in fields
     )
+
+
+class TooLong:
+    """Its __len__ is one too large, and its label a word."""
+
+    def __init__(self, label: object) -> None:
+        self.rows = [(torch.ones(2), label)] * 3
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> object:
+        return self.rows[index]
+
+
+def test_a_length_that_is_too_large_and_a_label_of_text_are_named() -> None:
+    with pytest.raises(IndexError, match=r"out of range: TooLong.__getitem__\(3\), and its __len__ is 4"):
+        adapted("d", TooLong(1)).batch(np.array([3]), np.zeros(1, np.uint64))
+    with pytest.raises(ValueError, match=r"part 1 of its samples is .*\('sine'\), not numbers"):
+        adapted("d", TooLong("sine"))
