@@ -59,6 +59,7 @@ def test_what_cannot_be_is_refused_before_the_launch(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "torchao" else FINDS(name, *rest)
     )
+    monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 8)  # without GPUs, fp8 asks for them first
     with pytest.raises(ValueError, match="\n  fix: ") as error:
         make_run(tmp_path, "cluster.processes=2", *words)
     assert str(error.value).startswith(message)
