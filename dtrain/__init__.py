@@ -21,8 +21,11 @@ def __getattr__(name: str) -> Any:
     if name in ("Trainer", "Accelerator", "Fabric", "LightningModule", "initialize"):  # of other programs
         # as an ImportError: `from dtrain import Trainer` replaces the text of an AttributeError by its own
         raise ImportError(f"dtrain has no {name}\n  fix: dtrain.fit(model=Net, data=my_data)   (docs/your-own.md)")
+    if name in ("Hook", "Callback", "Dataset", "Module", "Model", "Optimizer"):
+        rule, fix = f"dtrain has no {name}", "a plain class, or torch's; dtrain has no base classes"
+        raise ImportError(f"{rule}\n  fix: {fix}   (docs/your-own.md)")
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
     if name == "load":  # without Hydra, which takes a second
         from dtrain.notebook import load
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 import dtrain
 from dtrain.config.build import own_file, pip_name
@@ -30,6 +30,7 @@ MOST_SHOWN = 8  # names of a module in a message
 MOST_FILES = 50  # of this folder that are searched for a class
 SHORTEST = 3  # letters of a name that another one may begin with
 MOST_JUMPS = 8  # imports from file to file that are followed
+IS_MAIN = ("__name__ == '__main__'", "'__main__' == __name__")
 MODULE_BASES = ("nn.Module", "torch.nn.Module", "Module")
 # base classes without methods of their own that matter here: a model's forward, an optimizer's step, …
 PLAIN_BASES = (*MODULE_BASES, "object", "torch.optim.Optimizer", "optim.Optimizer", "Optimizer")
@@ -93,6 +94,11 @@ def parsed(path: str, text: str) -> ast.Module:
     return ast.parse(text, path)
 
 
+def is_main(node: ast.stmt) -> TypeGuard[ast.If]:
+    """Is it the block that runs only where Python starts the file?"""
+    return isinstance(node, ast.If) and ast.unparse(node.test) in IS_MAIN
+
+
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """The statements at a module's top level, with those inside `if`, `try` and `with`."""
     for node in body:
@@ -133,10 +139,15 @@ def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: i
     classes: list[str] = []
     found: Definition | None = None
     starred: list[str] = []  # the modules of which the module imports all names
+    by_ranks = [*statements([part for node in tree.body for part in (node.orelse if is_main(node) else [node])])]
+    late = 0  # the line where only a block that the ranks do not run sets it
     for node in statements(tree.body):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             classes += [node.name]
-            found = node if node.name == name else found
+            if node.name == name and node in by_ranks:
+                found = node
+            elif node.name == name:
+                late = node.lineno
         elif isinstance(node, ast.ImportFrom):
             home = absolute(node, spec)
             others |= {alias.asname or alias.name: f"{home}.{alias.name}" for alias in node.names}
@@ -152,9 +163,13 @@ def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: i
                     where = f"{short_path(Path(spec.origin))}:{node.lineno}"
                     rule = f"{where} makes it {ast.unparse(node.value)}, not a class or function"
                     raise bad(key, target, rule, choice(key, module, name, likely(key, Path(spec.origin)) or classes))
-                maybe = True
+                maybe, late = (True, late) if node in by_ranks else (maybe, node.lineno)
     if found is not None:
         return found
+    if late and not maybe and name not in others:
+        where = f"{short_path(Path(spec.origin))}:{late}"
+        rule = f'{where} sets it under `if __name__ == "__main__":`, which the ranks do not run'
+        raise bad(key, target, rule, f"move {name} above that block")
     if name in others and jumps < MOST_JUMPS:
         permit(others[name])
         return find(others[name], key, permit, jumps + 1) if spec_of(others[name].rpartition(".")[0]) else None

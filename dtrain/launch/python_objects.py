@@ -39,6 +39,16 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
         if not re.fullmatch(r"\+{0,2}[^\W\d][\w.]*", key):
             raise ValueError(f"{key!r}: is not the name of a setting\n  fix: e.g. **{{'train.steps': 100}}")
         details: Mapping[str, Any] = {}
+        if key in RAW and isinstance(value, (Mapping, list, tuple)):
+            rule = (
+                f"is a {type(value).__name__}, not the name of a {'run' if key == 'resume' else 'recipe or its file'}"
+            )
+            raise bad(
+                key,
+                "…",
+                rule,
+                "dtrain.fit(**settings) takes settings in a dict" if key == "recipe" else 'resume="latest"',
+            )
         if key in CALLED_WITH and (isinstance(value, float) or is_tensor(value)):
             shown, kind = (f"{value:.4g}", "number") if isinstance(value, float) else ("<Tensor>", "tensor")
             raise bad(key, shown, f"is a {kind}, not a function or an option", not_called(key))

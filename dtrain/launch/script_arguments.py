@@ -15,6 +15,8 @@ from dtrain.config.hydra_errors import GROUPS
 from dtrain.errors import bad
 from dtrain.launch.quoting import quote, quoted_list
 
+LAUNCHERS = ("torchrun", "python", "python3", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "horovodrun")
+
 
 def arguments_word(args: list[str]) -> str:
     """Return `'script_args=[--lr,1e-3]'`, as it is typed in a shell."""
@@ -30,6 +32,7 @@ def check_loose(argv: list[str], flags: Sequence[str]) -> None:
 
     flags: Hydra's own, which no program gets.
     """
+    check_launchers(argv)
     ours = {name.partition(".")[0] for name in known_settings()} | {"recipe"}
     for index, word in enumerate(argv):
         name, equals, value = word.partition("=")
@@ -59,6 +62,19 @@ def check_loose(argv: list[str], flags: Sequence[str]) -> None:
             raise ValueError(f"{shown}: {rule}\n  fix: script={typed} {arguments_word(loose)}")
         fix = arguments_word([*points(value, False)[0], *loose])
         raise ValueError(f"{shown}: the shell divides it at its spaces\n  fix: {fix}")
+
+
+def check_launchers(argv: list[str]) -> None:
+    """Explain `torchrun --nproc_per_node=2 train.py --lr 1e-3` behind our own command."""
+    program = next((i for i, word in enumerate(argv) if re.fullmatch(r"[\w./~-]*\w\.py", word)), None)
+    if program is None or not any(word in LAUNCHERS for word in argv[:program]):
+        return
+    before, after = " ".join(argv[:program]), argv[program + 1 :]
+    count = re.search(r"--?(?:nproc[_-]per[_-]node|num[_-]processes|num[_-]gpus|np|n)[= ](\d+)", before)
+    fix = f"script={argv[program]}" + (f" cluster.processes={count[1]}" if count else "")
+    rule = "dtrain starts the ranks of a program itself"
+    arguments = f" {arguments_word(after)}" if after else ""
+    raise ValueError(f"{' '.join(argv[: program + 1])}: {rule}\n  fix: {fix}{arguments}")
 
 
 def script_overrides(argv: list[str]) -> list[str]:

@@ -16,13 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dtrain.config.source import is_main
 from dtrain.errors import chain
 from dtrain.runs.protocol import LOST_PEER
 
 GLOO = re.compile(r"\[[^\]\n]*\bgloo/[^\]\n]*:\d+\]")  # gloo's errors start with their C++ source location
 HOROVOD = "Horovod has been shut down"  # in DDP's backward pass, under strategy=horovod
 INJECTED = str(Path(__file__).parents[1] / "faults" / "inject.py")
-IS_MAIN = ("__name__ == '__main__'", "'__main__' == __name__")
 RAISE = opmap["RAISE_VARARGS"]
 MOST_FRAMES = 4  # of the user's code that are shown
 LONGEST = 200  # characters of a line that are shown
@@ -109,7 +109,7 @@ def names_under_main(path: str) -> dict[str, int]:
         body = ast.parse(Path(path).read_text(encoding="utf-8")).body
     except (OSError, ValueError, SyntaxError):
         return {}
-    blocks = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) in IS_MAIN]
+    blocks = [node for node in body if is_main(node)]
     outside = {name for node in body if node not in blocks for name in set_by([node])}
     outside |= {name for block in blocks for name in set_by(block.orelse)}
     everything = [*ast.walk(ast.Module(body, []))]

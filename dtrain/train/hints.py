@@ -57,7 +57,23 @@ HINTS: tuple[tuple[str, str], ...] = (
         r"the layer on that line expects \2 features and gets \1",
     ),
     (
-        r"mat1 and mat2 shapes cannot be multiplied|size mismatch|expected input.* to have \d+ channels",
+        r"expected input\[1, (\d+), \d+, \d+\] to have 1 channels, but got \1 channels",
+        "the images have no dimension of channels: image.unsqueeze(0) in the data set makes each [1, height, width]",
+    ),
+    (
+        r"expected input\[\d+, \d+, \d+, (\d+)\] to have \1 channels",
+        "the channels of the images come last: image.permute(2, 0, 1) in the data set puts them first",
+    ),
+    (
+        r"expected input\[\d+, \d+, (\d+)\] to have \1 channels",
+        "the channels come last: x.transpose(1, 2) before that layer",
+    ),
+    (
+        r"expected input.* to have (\d+) channels, but got (\d+)",
+        r"the layer on that line expects \1 channels and gets \2",
+    ),
+    (
+        r"mat1 and mat2 shapes cannot be multiplied|size mismatch",
         "the layer on that line expects another number of features than it gets",
     ),
     (

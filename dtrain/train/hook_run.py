@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,12 @@ from dtrain.config.run_file import Settings
 from dtrain.util import collective
 from dtrain.util.dtensor import whole
 
+HIDDEN = ("_", "begin_evaluation", "forward", "stopped_because")  # of HookRun, for dtrain itself
+OTHERWISE = {
+    "net": "model", "module": "model", "network": "model", "global_step": "step", "iteration": "step", "cfg": "config",
+    "max_steps": "last_step", "run_dir": "folder", "path": "folder", "local_rank": "rank", "train_loss": "loss",
+    "learning_rate": "lr", "should_stop": "stop", "val_loader": "batches",
+}  # fmt: skip
 See = Callable[[Tensor, Tensor], None]
 Forward = Callable[[Tensor, Tensor, See], None]  # passes the outputs of each micro-batch on, with its targets
 
@@ -60,3 +67,22 @@ class HookRun:
         with torch.no_grad():
             self.forward(inputs, places, lambda outputs, _: found.append(whole(outputs)))
         return torch.cat(found) if found else None
+
+
+def meant(run: HookRun, error: Exception, frames: list[dict[str, Any]]) -> str:
+    """Return what a hook that asks a run for a name it lacks may use; "" for another error."""
+    there = sorted(name for name in {*vars(run), *vars(HookRun)} if not name.startswith(HIDDEN))
+    if isinstance(error, AttributeError) and isinstance(error.obj, HookRun):
+        name, has = error.name, f"run has {', '.join(there)}"
+    elif isinstance(error, KeyError) and frames and "metrics[" in frames[-1]["text"]:
+        name, has = str(error.args[0]), f"run.metrics has {', '.join(run.metrics) or 'nothing yet'}"
+        there = []
+    else:
+        return ""
+    near = difflib.get_close_matches(name, [*there, *run.metrics], 1, 0.7)
+    found = OTHERWISE.get(name, near[0] if near else "")
+    if found in run.metrics and found not in there:
+        found = f'metrics["{found}"]'
+    elif found not in there:
+        return has
+    return f"run.{found}; {has}"

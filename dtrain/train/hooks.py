@@ -28,7 +28,7 @@ from dtrain.runs import causes
 from dtrain.runs.metrics import OWN, is_name, own_names
 from dtrain.runs.source_lines import at_class, at_return
 from dtrain.train.hook_means import Means
-from dtrain.train.hook_run import HookRun
+from dtrain.train.hook_run import HookRun, meant
 from dtrain.train.process import log
 from dtrain.util import collective, json_state
 from dtrain.util.format import kind_of
@@ -348,7 +348,7 @@ class Hooks:
             return getattr(self.all[name], method)(*arguments)
 
     def _named(self, name: str, method: str) -> _Named:
-        return _Named(f"hooks: {self.targets[name]}.{method}", self.view.step)
+        return _Named(f"hooks: {self.targets[name]}.{method}", self.view)
 
     def _refused(self, name: str, method: str, rule: str, fix: str) -> ValueError:
         """The error of what a method returned; with the line of its `return`."""
@@ -360,8 +360,8 @@ class Hooks:
 class _Named:
     """Names the hook, and its file and line, in an error that leaves the block."""
 
-    def __init__(self, what: str, step: int) -> None:
-        self.what, self.step = what, step
+    def __init__(self, what: str, run: HookRun) -> None:
+        self.what, self.run = what, run
 
     def __enter__(self) -> None: ...
 
@@ -370,11 +370,9 @@ class _Named:
             return
         where = causes.own_line(error).partition(", in ")[0]
         at = f" ({where})" if where else ""
-        text = f"{self.what}{at} failed at step {self.step}: {type(error).__name__}: {error}"
-        if isinstance(error, AttributeError) and isinstance(error.obj, HookRun):
-            ours = ("_", "begin_evaluation", "forward", "stopped_because")
-            there = sorted(name for name in {*vars(error.obj), *vars(HookRun)} if not name.startswith(ours))
-            text += f"\n  fix: run has {', '.join(there)}"
+        text = f"{self.what}{at} failed at step {self.run.step}: {type(error).__name__}: {error}"
+        fix = meant(self.run, error, causes.own_frames(error))
+        text += f"\n  fix: {fix}" if fix else ""
         raise HookError(text).with_traceback(error.__traceback__) from error
 
 

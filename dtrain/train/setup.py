@@ -206,6 +206,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
     else:
         train_data = Loader(train_set, batch_size, *of_rank, **reading)
     sample = train_data.sample()
+    warnings += of_whole_batches(cfg, *sample)
     begin_compile_cache(cfg, strategy, sample)
     if type(model).__module__.startswith("dtrain.") and not cfg.data[TARGET].startswith("dtrain."):
         check_reads(model, *sample, cfg.choices)
@@ -304,6 +305,21 @@ def of_few_samples(cfg: Settings, num_samples: int | None, world_size: int) -> I
         f"data={cfg.choices.get('data')} has {has}, fewer than a batch of train.global_batch_size={size}: each step "
         f"repeats samples, {size / num_samples:.3g} epochs in all; fix: {fix}"
     )
+
+
+def of_whole_batches(cfg: Settings, inputs: Any, targets: Any) -> Iterator[str]:
+    """Warn where a sample looks like a batch: each input has its own target, and there are as many as in a batch."""
+    sizes = {cfg.train.global_batch_size, cfg.train.micro_batch_size} - {1, None}
+    are_tensors = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+    if cfg.data[TARGET].startswith("dtrain.") or not are_tensors or not inputs.is_floating_point():
+        return
+    if inputs.dim() > 2 and targets.dim() == 2 and inputs.shape[1] == targets.shape[1] and inputs.shape[1] in sizes:
+        count = inputs.shape[1]
+        yield (
+            f"data={cfg.choices.get('data')}: each sample is {count} inputs with a target each, as if it was a batch, "
+            f"and a step reads train.global_batch_size={cfg.train.global_batch_size} of them; fix: give single "
+            "samples, as `yield from zip(inputs, targets)`"
+        )
 
 
 def samples_of(dataset: Any) -> int | None:

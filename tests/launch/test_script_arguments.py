@@ -49,6 +49,12 @@ def test_short_forms(tmp_path: Path) -> None:
         (["script=t.py", "script_args=--lr", "3"], "'script_args=[--lr,3]'"),
         (["script=t.py", "script_args=[--lr 3,-v]"], "'script_args=[--lr,3,-v]'"),
         (["script=t.py", "script_args=[--lr=3 --wd=1]"], "'script_args=[--lr=3,--wd=1]'"),
+        (["torchrun", "--nproc_per_node=2", "t.py"], "script=t.py cluster.processes=2"),
+        (
+            ["accelerate", "launch", "--num_processes", "4", "t.py", "--lr", "3"],
+            "script=t.py cluster.processes=4 'script_args=[--lr,3]'",
+        ),
+        (["python", "t.py"], "script=t.py"),
     ],
 )
 def test_a_program_typed_with_its_arguments(words: list[str], fix: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,10 +129,22 @@ def test_an_error_names_the_hook_its_file_and_line(tmp_path: Path) -> None:
     )
 
 
-def test_an_attribute_that_run_does_not_have_lists_those_it_has() -> None:
+@pytest.mark.parametrize(
+    ("asks", "fix"),
+    [
+        (lambda run: run.net, r"run\.model; run has batches, metrics, model, "),
+        (lambda run: run.stepp, r"run\.step; run has "),
+        (lambda run: run.val_loss, r'run\.metrics\["val_loss"\]; run has '),
+        (lambda run: run.optimizer, r"run has "),
+        (lambda run: run.metrics["train_loss"], r'run\.metrics\["loss"\]; run\.metrics has loss, val_loss'),
+        (lambda run: run.metrics["accuracy"], r"run\.metrics has loss, val_loss"),
+    ],
+)
+def test_what_a_run_does_not_have_leads_to_what_it_has(asks: Callable[[Any], Any], fix: str) -> None:
     view = HookRun.__new__(HookRun)
-    with pytest.raises(HookError, match=r"no attribute 'net'\n  fix: run has batches, outputs, stop"), _Named("h", 1):
-        assert view.net  # type: ignore[attr-defined]
+    view.model, view.step, view.metrics = torch.nn.Linear(1, 1), 1, {"loss": 1.0, "val_loss": 2.0}
+    with pytest.raises(HookError, match=rf"failed at step 1: .*\n  fix: {fix}"), _Named("h", view):
+        asks(view)
 
 
 @pytest.mark.parametrize(
