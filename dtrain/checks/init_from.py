@@ -36,7 +36,11 @@ def check(config: Mapping[str, Any]) -> None:
         raise wrong("", "must name a folder", "init_from=null to start from random weights")
     if not path.is_dir():
         if path.exists():
-            raise wrong(path, "is a file, not a folder", f"init_from={path.parent}")
+            folder = path.parent
+            if is_run(folder) or (folder / "config.json").is_file():
+                raise wrong(path, "is a file, not a folder", f"init_from={folder}")
+            own = f"your own model can load {path.name} itself, in its __init__"
+            raise wrong(path, "is a file, not a folder", f"a run, or a folder that save_pretrained() wrote; {own}")
         hint = "for a model on the Hub: hf download OWNER/NAME --local-dir ./NAME, and init_from=./NAME"
         raise wrong(path, "is not a folder here, and dtrain downloads nothing", f"check the path; {hint}")
     if is_run(path):

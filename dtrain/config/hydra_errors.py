@@ -109,7 +109,8 @@ def explained(error: BaseException, argv: Sequence[str]) -> str:
                 fix = f"{name}={option}, or {name}.SETTING=VALUE; {name} can be {', '.join(options_of(name))}"
             return f"{as_typed(name, argv)}: is a section\n  fix: {fix}"
         files = {option: read_yaml(CONF / group / f"{option}.yaml") for option in options_of(group)}
-        having = sorted((o for o in files if setting in files[o]), key=lambda o: len(files[o]))  # tensor before 3d
+        having = sorted((o for o in files if setting in files[o]), key=lambda o: len(files[o]))
+        having = [o for o in having if o != "3d"] or having  # which needs 4 ranks
         fix = f"leave out {name}, or {group}={' or '.join(having)}"
         chosen = next((w for w in reversed(argv) if w.partition("=")[0] == group), "")
         fixed = any(word.startswith(("recipe=", "resume=", "fork=")) for word in argv)
@@ -126,14 +127,17 @@ def explained(error: BaseException, argv: Sequence[str]) -> str:
         fix = f"in the file, `defaults: [override /{group.removeprefix('/')}: {option}]`"
         return f"{group}={option}: there is a {group} already\n  fix: {fix}"
     if ambiguous:
+        setting = ambiguous[1].partition("=")[0]
         comma = re.fullmatch(r"([^=]+)=(?:(0),(\d+)|(\d{1,3}),(000))", ambiguous[1])
         if comma:  # 0,001 and 1,000 are meant as one number
             one = f"{comma[1]}=0.{comma[3]}" if comma[2] else f"{comma[1]}={comma[4]}{comma[5]}"
-        elif is_list(setting := ambiguous[1].partition("=")[0]):
+        elif is_list(setting):
             return f"{ambiguous[1]}: is more than one value\n  fix: '{setting}=[{ambiguous[1].partition('=')[2]}]'"
         else:
             one = ambiguous[1].partition(",")[0].strip()
-        fix = f"{one}, or -m {ambiguous[1]}"
+        values = ambiguous[1].partition("=")[2].split(",")
+        is_sweep = setting not in known_settings() or all(accepted(setting, value.strip()) for value in values)
+        fix = f"{one}, or -m {ambiguous[1]}" if is_sweep else one
         return f"{ambiguous[1]}: is more than one value\n  fix: {fix}"
     what = (f"{full_key}: " if full_key else "") + (" ".join(lines[:2]) if lines else type(error).__name__)
     return f"{what}\n  fix: dtrain launch --help shows every group and setting"
@@ -170,6 +174,10 @@ def meant_option(group: str, option: str, options: list[str]) -> str:
         return f"data=text data.path={option}; for folders of images: data=images data.path={option}; "
     if group == "model" and Path(option).is_dir():
         return f"model=hf:{option}; "
+    if meant and group == "model" and "/" in option:  # who names the Hub means those weights
+        return (
+            f"model=hf:FOLDER (that save_pretrained() wrote; nothing is downloaded), or {meant} with random weights; "
+        )
     if meant:
         return f"{meant}; "
     if group == HOOKS and not near:
@@ -240,8 +248,11 @@ def pretrained(name: str, value: str) -> str:
         return f"leave out {name}"
     if (Path(value) / "config.json").is_file():
         return f"model=hf:{value}"
-    if value and Path(value).exists():
+    if Path(value).is_dir():
         return f"init_from={value}   (dtrain explain init_from)"
+    if Path(value).is_file():
+        own = f"your own model can load {value} itself, in its __init__"
+        return f"init_from=FOLDER, a run or one that save_pretrained() wrote; {own}"
     return "model=hf:FOLDER   (that save_pretrained() wrote; nothing is downloaded)"
 
 
@@ -261,7 +272,7 @@ def unknown_setting(name: str, value: str, argv: Sequence[str] = ()) -> str:
     if name.rpartition(".")[2].lower() in PRETRAINED:
         return f"{name}: there is no such setting\n  fix: {pretrained(name, value)}"
     if name.rpartition(".")[2].lower() in METRICS:
-        note = "a class of yours that returns metrics: docs/your-own.md#hooks"
+        note = "a class of yours, docs/your-own.md#hooks; loss=cross_entropy of classes has val_accuracy without it"
         return f"{name}: there is no such setting\n  fix: hooks=MODULE.CLASS   ({note})"
     # DeepSpeed's fp16.enabled=true, and train.fp16=true
     bare = name.lower().removesuffix(".enabled").rpartition(".")[2]
@@ -280,6 +291,8 @@ def unknown_setting(name: str, value: str, argv: Sequence[str] = ()) -> str:
         file = f" strategy.deepspeed_config={value}" if value.endswith(".json") else ""
         return f"{name}: there is no such setting\n  fix: strategy={stage}{file}   ({note})"
     ours, leaf = foreign(name), name.rpartition(".")[2]
+    if ours == "resume" and name.startswith("checkpoint.") and value and not Path(value).exists():  # where to save
+        ours = "run_dir"
     if leaf == "warmup_ratio" and (steps := steps_of(value, argv)):
         return f"{name}: there is no such setting\n  fix: schedule.warmup_steps={steps}   (a number of steps)"
     if leaf in GROUPS and leaf != name and (taken := accepted(leaf, value)):  # trainer.precision=16-mixed

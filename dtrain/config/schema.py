@@ -8,6 +8,7 @@ type of the default in conf/config.yaml is the schema.
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import difflib
 import re
@@ -29,7 +30,7 @@ from dtrain.config.files import (
 )
 from dtrain.config.files import section as section_of
 from dtrain.config.ranges import check_ranges
-from dtrain.config.source import find, source_of
+from dtrain.config.source import exports, find, source_of
 from dtrain.config.untrusted import check_target, check_targets
 from dtrain.errors import bad, unknown
 
@@ -217,6 +218,10 @@ def required(name: str, target: str, argument: str, annotation: str) -> str:
     if group == HOOKS:
         return f"plain values as arguments of {own}.__init__, or a default: {made}"
     maker = f"my_{group}"
+    known = exports(module)
+    if annotation.isidentifier() and known is not None and annotation not in known | set(dir(builtins)):
+        with_it = f"with it, `def {maker}(): return {own}({made})` and {group}={module}.{maker}"
+        return f"import or define {annotation} in {module}.py; {with_it}"
     return (
         f"a function that builds it, `def {maker}(): return {own}({made})` in {module}.py, and {group}={module}.{maker}"
     )

@@ -22,7 +22,7 @@ import dtrain
 from dtrain.config.build import own_file, pip_name
 from dtrain.config.files import GROUPS, options_of
 from dtrain.config.hook_methods import METHODS
-from dtrain.errors import bad
+from dtrain.errors import bad, foreign_option
 from dtrain.util.format import short_path
 
 Definition = ast.ClassDef | ast.FunctionDef
@@ -124,7 +124,8 @@ def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: i
         rule = (
             "torch has no " + name if module == "torch" else f"there is no module {module}: files import it from torch"
         )
-        raise bad(key, target, rule, f"did you mean {key}={meant}?")
+        ours = foreign_option(key, name) if key == "loss" else None  # it takes the outputs of every model of ours
+        raise bad(key, target, rule, f"did you mean {ours or f'{key}={meant}'}?")
     if spec is None or (not spec.origin and not spec.submodule_search_locations):
         raise no_module(target, module, key)
     if not spec.origin or not spec.origin.endswith(".py"):

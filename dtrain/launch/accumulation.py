@@ -27,7 +27,16 @@ def check_accumulation(argv: list[str]) -> None:
         value = value or (following if word.startswith("-") else "")
         others = [part for part in argv if part is not word and not (part is following and "=" not in word)]
         if value.isdecimal() and int(value) and (fix := accumulating(int(value), others)):
-            raise ValueError(f"{word.partition('=')[0]}: there is no such setting\n  fix: {fix}")
+            both = [w for w in argv if fix.startswith("train.micro_batch_size=") and is_batch_size(w)]
+            shown = " ".join([*both, word] if both and argv.index(both[0]) < argv.index(word) else [word, *both])
+            rule = "there are no such settings" if both else "there is no such setting"
+            raise ValueError(f"{shown if both else word.partition('=')[0]}: {rule}\n  fix: {fix}")
+
+
+def is_batch_size(word: str) -> bool:
+    """Is it a name that other programs give the samples that a rank takes at once?"""
+    name = word.lstrip("-+").partition("=")[0].replace("-", "_")
+    return foreign(name) == "train.micro_batch_size" and name != "train.micro_batch_size"
 
 
 def accumulating(passes: int, argv: list[str]) -> str:

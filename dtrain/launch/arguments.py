@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import re
 from pathlib import Path
@@ -181,6 +182,9 @@ def no_flag(word: str, value: str) -> ValueError | None:
         return ValueError(f"{flag}: there is no such option\n  fix: {fix}")
     if not flag.startswith("--"):
         return ValueError(f"{flag}: there is no such option\n  fix: key=value; dtrain launch --help lists the settings")
+    if near := difflib.get_close_matches(flag, ("--help", "--multirun", "--dry-run"), 1, 0.7):  # not Hydra's others
+        fix = "dtrain launch --help" if near[0] == "--help" else near[0]
+        return ValueError(f"{flag}: there is no such option\n  fix: {fix}")
     name = flag.lstrip("-").replace("-", "_")
     text = unknown_setting(name, value).replace(f"leave out {name}", f"leave out {flag}")
     return ValueError(text.replace(name, flag, 1))

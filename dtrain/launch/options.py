@@ -63,6 +63,8 @@ def no_such_option(group: str, value: str) -> ValueError:
     near = [option for option in near if option.partition("-")[0] not in near or "-" not in option]  # not bf16-pure
     near = sorted(near, key=lambda option: not option.startswith("fp"))  # elsewhere 16 is fp16
     same, is_number = foreign_option(group, value), re.fullmatch(r"[\d._e+-]+", value)
+    if group == "strategy":  # 3 is ZeRO's third stage, not 3d
+        near = []
     fix = f"{group}={' or '.join(near)}; " if near else f"{same}; " if same else ""
     if not fix and is_number and (setting := NUMBERS.get(group)):
         fix = f"{setting}={value}; "

@@ -109,7 +109,7 @@ class Call:
         fix = f"def forward(self, {', '.join('abcdefgh'[: len(parts)])}{more}), an argument for each of them"
         if are_numbers or len(parts) > MOST_INPUTS:
             one = "torch.stack" if isinstance(parts[0], Tensor) and parts[0].dim() > 1 else "torch.tensor"
-            fix = f"return {one}(inputs), targets: one tensor"
+            fix = f"one tensor in each sample, {one}(inputs)"
         rule = f"its samples have {len(parts)} inputs, and {takes}"
         raise at_return(bad("data", "…", rule, fix), reader)
 

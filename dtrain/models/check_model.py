@@ -114,7 +114,7 @@ def check_reads(model: Any, inputs: Any, targets: Any, choices: Mapping[str, Any
     else:
         return
     is_default = name == default_options()["model"]
-    rule = f"reads {wanted}, and {gives}{shape}" + (": it is the default, if no model is named" if is_default else "")
+    rule = f"reads {wanted}, and {gives}{shape}" + (" (the default, if no model is named)" if is_default else "")
     module = str(choices.get("data")).rpartition(".")[0]
     spec = spec_of(module)
     own = likely("model", Path(spec.origin)) if spec and spec.origin and spec.origin.endswith(".py") else []

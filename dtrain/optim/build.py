@@ -233,7 +233,7 @@ def of_function(
             rule = f"returned the class {optimizer.__name__}"
         else:
             rule = f"gives {kind_of(optimizer)}, which has no {' and no '.join(missing)}"
-        fix = f"{example}, or another object of torch.optim.Optimizer"
+        fix = "return the optimizer that it makes" if optimizer is None else f"{example}, or another optimizer of torch"
         if isinstance(function, type):
             fix = f"class {short}(torch.optim.Optimizer), or the name of one"
         raise at_return(bad("optim", name, rule, fix), function)

@@ -49,7 +49,11 @@ def find_run(word: str, roots: Sequence[str | Path] = ROOTS, setting: str = "run
     where = " and ".join(f"{root}/" for root in roots)
     if not runs:
         there = "the folder is no run, it has no launch.json" if path.is_dir() else "there is no such run"
-        fix = f"leave out {setting}=, or go to their folder" if setting in ("resume", "fork") else START
+        fix = (
+            f"leave out {setting}=, or run this in the folder that has outputs/"
+            if setting in ("resume", "fork")
+            else START
+        )
         what = f"run {word!r}" if setting == "run" else argument(setting, word)
         raise ValueError(f"{what}: {there}, and none is under {where} of {Path.cwd()}\n  fix: {fix}")
     if word == "latest":

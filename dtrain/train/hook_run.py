@@ -73,7 +73,7 @@ def meant(run: HookRun, error: Exception, frames: list[dict[str, Any]]) -> str:
     """Return what a hook that asks a run for a name it lacks may use; "" for another error."""
     there = sorted(name for name in {*vars(run), *vars(HookRun)} if not name.startswith(HIDDEN))
     if isinstance(error, AttributeError) and isinstance(error.obj, HookRun):
-        name, has = error.name, f"run has {', '.join(there)}"
+        name, has = error.name or "", f"run has {', '.join(there)}"
     elif isinstance(error, KeyError) and frames and "metrics[" in frames[-1]["text"]:
         name, has = str(error.args[0]), f"run.metrics has {', '.join(run.metrics) or 'nothing yet'}"
         there = []

@@ -303,7 +303,7 @@ def of_few_samples(cfg: Settings, num_samples: int | None, world_size: int) -> I
     fix = f"train.global_batch_size={fitting}, or more samples" if fitting else "more samples, or a smaller batch"
     yield (
         f"data={cfg.choices.get('data')} has {has}, fewer than a batch of train.global_batch_size={size}: each step "
-        f"repeats samples, {size / num_samples:.3g} epochs in all; fix: {fix}"
+        f"repeats samples, and is {size / num_samples:.3g} epochs; fix: {fix}"
     )
 
 
