@@ -6,10 +6,12 @@ import logging
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -22,7 +24,7 @@ from dtrain.launch.python_fixes import check_names, in_python
 from dtrain.launch.python_objects import spell, value_of
 from dtrain.launch.user_code import trust_of
 from dtrain.runs.folder import read_json, read_summary
-from dtrain.runs.protocol import DONE, PREEMPTED, PREFLIGHT
+from dtrain.runs.protocol import BAD_CONFIG, DONE, PREEMPTED, PREFLIGHT
 from dtrain.start import VARIABLE
 from dtrain.ui import console
 from dtrain.util.format import resume_argument
@@ -113,25 +115,27 @@ def fit(
     imported, functools.partial(Class, dim=32), or (Class, {"dim": 32}). Other settings are nested or dotted:
     train={"seed": 1}, **{"train.seed": 1}. steps and epochs are short for train.steps and train.epochs.
 
-    Raises ValueError for a bad setting, before anything starts; RunFailed if the run fails; Preempted, which exits the
-    script with 75, if the run was stopped and saved a checkpoint.
+    Raises ValueError for a bad setting, before anything starts; RunFailed if the run fails; Preempted if the run was
+    stopped and saved a checkpoint. Uncaught, they exit the script with 2, 3 and 75, as `dtrain launch` does.
     """
+    if sys.excepthook is sys.__excepthook__:  # not IPython's, rich's or a debugger's
+        sys.excepthook = end_script
     groups = {"model": model, "data": data, "loss": loss, "strategy": strategy, "cluster": cluster}
     given = {k: v for k, v in groups.items() if v is not None} | settings
     shorts = {"processes": processes, "steps": steps, "epochs": epochs}
     try:
         overrides, folders = overrides_of(given, shorts)
     except ValueError as error:
-        raise error.with_traceback(None) from None  # the user's line, without ours
+        raise refused(error) from None
     with hydra_aside(), import_path(folders):
         try:
             ended = launch.start(overrides)
         except MISTAKES as error:
             message = in_python(explain(error), given | {k: v for k, v in shorts.items() if v is not None})
-            raise ValueError(message) from (error if os.environ.get("HYDRA_FULL_ERROR") == "1" else None)
+            raise refused(ValueError(message)) from (error if os.environ.get("HYDRA_FULL_ERROR") == "1" else None)
         except SystemExit as stop:
             if stop.code and stop.code != PREEMPTED:  # Hydra's argument parser printed why
-                raise ValueError(f"these overrides are not understood: {overrides}") from stop
+                raise refused(ValueError(f"these overrides are not understood: {overrides}")) from stop
             raise  # dry_run printed its preview
     code, run_dir = ended[-1]
     if code == PREEMPTED:
@@ -175,6 +179,25 @@ def check_place() -> None:
         raise ValueError(
             "dtrain.fit: only the main thread receives Ctrl-C and signals\n  fix: call dtrain.fit from the main thread"
         )
+
+
+def refused(error: ValueError) -> ValueError:
+    """Mark an error as one that a script ends with; its traceback begins here anew."""
+    error.exit_code = BAD_CONFIG  # type: ignore[attr-defined]
+    return error.with_traceback(None)
+
+
+def end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Exit an uncaught error of `fit` with dtrain's exit code, and show the lines of the script alone."""
+    code = getattr(error, "exit_code", None)
+    if code is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        sys.__excepthook__(kind, error, trace)
+    else:
+        shown = traceback.TracebackException(kind, error, trace)
+        shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if f.filename != __file__])
+        print("".join(shown.format(chain=False)), end="", file=sys.stderr)
+    if code is not None:
+        raise SystemExit(code)
 
 
 # ---- restore the state of this process -----------------------------------------------------------------------

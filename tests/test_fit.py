@@ -208,12 +208,16 @@ if __name__ == "__main__":
             dtrain.fit(**{"data": points, **given})
         except ValueError as error:
             print(error)
+    dtrain.fit(data=points, strategy="fsp")
 """
 
 
 def test_what_stands_in_the_block_that_ranks_do_not_run_is_refused(folder: Path) -> None:
     (folder / "guarded.py").write_text(UNDER_MAIN)
-    said = python("guarded.py").communicate(timeout=patience(60))[0].splitlines()
+    process = python("guarded.py")
+    said = process.communicate(timeout=patience(60))[0].splitlines()
+    assert process.returncode == 2 and said[-2] == "ValueError: strategy=fsp: there is no such option"
+    assert len([line for line in said if line.startswith("  File ")]) == 1, "the line of the script, and none of ours"
     block = 'under `if __name__ == "__main__":` (guarded.py:%d), which the ranks do not run'
     assert said[0] == f"model=Net: stands {block % 17}" and said[1].startswith("  fix: move Net above that block")
     assert said[2] == f"schedule=warm: uses length, which is set {block % 16}"
