@@ -84,10 +84,6 @@ OTHERWISE = {
         "grad_accum_steps accumulation accumulation_steps",
         "the samples that a rank takes at once; it accumulates gradients up to train.global_batch_size",
     ),
-    "cluster.processes=2": (
-        "accelerator device cuda gpu use_gpu use_cuda no_cuda",
-        "the number of ranks; a GPU is used wherever there is one, CUDA_VISIBLE_DEVICES= hides them",
-    ),
     "cluster=slurm cluster.nodes=2": ("num_nodes nnodes n_nodes num_machines", "cluster=local is one machine"),
     "precision=bf16": ("amp use_amp autocast half", "precision=fp16 has loss scaling"),
     "schedule.warmup_steps=30": ("warmup_ratio", "in steps: a tenth of train.steps=300"),
@@ -210,6 +206,8 @@ OPTIONS_ELSEWHERE = {
 OURS = {
     "rank local_rank global_rank node_rank init_method dist_url dist_backend ddp_backend master_addr master_port "
     "rdzv_backend rdzv_endpoint": "dtrain starts the ranks and connects them",
+    "accelerator device cuda gpu use_gpu use_cuda no_cuda use_cpu": "a GPU is used wherever there is one "
+    "(CUDA_VISIBLE_DEVICES= hides them)",
     "find_unused_parameters ddp_find_unused_parameters": "every weight must get a gradient (docs/your-own.md)",
     "sync_batchnorm sync_bn": "your model may use dtrain.models.batchnorm.BatchNorm(channels, 'sync')",
     "push_to_hub hub_model_id": "dtrain export RUN OUT --format hf writes a folder to upload",

@@ -310,6 +310,15 @@ class Outer:
     class Inner: ...
 
 
+class Sized:
+    def __init__(self, hidden: int = 32) -> None: ...
+
+
+class Needs:
+    def __init__(self, dim: int) -> None: ...
+
+
+make_sized = lambda: Sized(8)  # noqa: E731
 ADAM = torch.optim.Adam([torch.zeros(1)], lr=0.1)
 
 
@@ -322,7 +331,19 @@ def closure() -> Any:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"model": Outer()}, r"model=<Outer>: is an object of this process.*\n  fix: .*functools\.partial"),
+        (
+            {"model": Outer()},
+            r"model=<Outer>: is an object of this process.*\n  fix: model=tests\.test_fit\.Outer; or def my_model\(\)",
+        ),
+        ({"model": Sized()}, r'with arguments model=\(tests\.test_fit\.Sized, {"hidden": 32}\); or def my_model'),
+        (
+            {"model": Needs(3)},
+            r'fix: def my_model\(\): return Needs\(…\).*model=\(tests\.test_fit\.Needs, {"dim": …}\)',
+        ),
+        (
+            {"data": torch.utils.data.DataLoader([1])},
+            r"fix: def my_data\(\): return DataLoader\(…\) at the top level of the file, and data=my_data$",
+        ),
         (
             {"optim": ADAM},
             r'optim=<Adam>: is an object of this process.*\n  fix: .*\(torch\.optim\.Adam, {"lr": 0\.1}\)',
@@ -335,7 +356,20 @@ def closure() -> Any:
             {"loss": torch.nn.CrossEntropyLoss(torch.ones(3))},
             r"loss=<CrossEntropyLoss>.*\n  fix: def my_loss\(outputs, targets\)",
         ),
-        ({"model": lambda: None}, r"model=<lambda>: is not at the top level of a module.*\n  fix: "),
+        (
+            {"model": lambda: None},
+            r"model=lambda: has no name.*\n  fix: def my_model\(\): return None at the top level",
+        ),
+        ({"model": lambda: Sized(hidden=64)}, r'\n  fix: model=\(Sized, {"hidden": 64}\)$'),
+        (
+            {"model": make_sized},
+            r"fix: def make_sized\(\): return Sized\(8\) at the top level of the file, and model=m",
+        ),
+        (
+            {"schedule": lambda step, steps: 1 - step / steps},
+            r"schedule=lambda: .*\n  fix: def my_schedule\(step, steps\): return 1 - step / steps at the top level",
+        ),
+        ({"device": "cuda"}, r"device: there is no such setting\n  fix: leave out device; a GPU is used wherever"),
         ({"model": Outer.Inner}, r"model=Outer\.Inner: is not at the top level"),
         ({"data": closure()}, r"data=closure\.<locals>\.Local: is not at the top level"),
         ({"model": int}, r"model=int: the ranks cannot import it as builtins\.int"),

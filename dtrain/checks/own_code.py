@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ def check_forward(model: str, found: ast.ClassDef) -> None:
     forward, name = inherited(model, "forward"), model.rpartition(".")[2]
     if forward is False:
         rule = f"{place(model, found)}: the class {name} has no forward"
+        methods = {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
+        if near := difflib.get_close_matches("forward", methods, 1, 0.75):
+            where = place(model, methods[near[0]])
+            raise bad("model", model, f"{rule}, but {near[0]} in {where}", f"def forward in place of def {near[0]}")
         raise bad("model", model, rule, f"def forward(self, inputs) in {name}, which returns the outputs")
     if isinstance(forward, ast.FunctionDef) and not forward.decorator_list:
         args = forward.args

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
+import contextlib
 import dis
 import functools
 import importlib.machinery
 import importlib.util
 import inspect
 import json
+import linecache
 import math
 import os
 import re
@@ -184,7 +187,10 @@ def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
     if not is_code(thing):
         raise of_this_process(group, thing)
     name, module = thing.__qualname__, thing.__module__ or "builtins"
-    if not name.isidentifier():  # <lambda>, f.<locals>.Net, Outer.Net
+    if getattr(thing, "__name__", "") == "<lambda>":
+        rule = "has no name of its own, by which the ranks could import it"
+        raise bad(group, "lambda", rule, in_place_of_lambda(group, thing))
+    if not name.isidentifier():  # f.<locals>.Net, Outer.Net
         rule = "is not at the top level of a module, so the ranks cannot import it"
         raise bad(group, name, rule, "move it to the top level of a file, with a name of its own")
     if getattr(sys.modules.get(module), name, None) is not thing:
@@ -212,6 +218,29 @@ def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
         rule = f"the ranks would import {here.origin} as {top}: they search this folder first"
         raise bad(group, name, rule, "rename one of the two files, or start from another folder")
     return f"{module}.{name}", folder
+
+
+def in_place_of_lambda(group: str, thing: Any) -> str:
+    """Return a class with its settings, or a `def`, that does what a lambda does."""
+    code, known = thing.__code__, thing.__globals__
+    taken, body = str(inspect.signature(thing)), "…"
+    with contextlib.suppress(SyntaxError):
+        nodes = ast.walk(ast.parse("".join(linecache.getlines(code.co_filename, known))))
+        found = [node for node in nodes if isinstance(node, ast.Lambda) and node.lineno == code.co_firstlineno]
+        if len(found) == 1 and not code.co_freevars:
+            made, body = found[0].body, ast.unparse(found[0].body)
+            if (
+                isinstance(made, ast.Call)
+                and not made.args
+                and taken == "()"
+                and is_code(known.get(ast.unparse(made.func)))
+            ):
+                with contextlib.suppress(ValueError):  # a value that is no literal
+                    settings = {str(one.arg): ast.literal_eval(one.value) for one in made.keywords if one.arg}
+                    if len(settings) == len(made.keywords) and not holds_objects(settings):
+                        return f"{group}={with_settings(ast.unparse(made.func), settings)}"
+    name = next((name for name, one in known.items() if one is thing), f"my_{group}")
+    return f"def {name}{taken}: return {body} at the top level of the file, and {group}={name}"
 
 
 def is_tensor(value: Any) -> bool:
@@ -253,9 +282,7 @@ def class_and_settings(value: Any) -> str:
     if isinstance(value, functools.partial):
         value = value.func, value.keywords
     if is_with_settings(value):
-        return (
-            f"({name_here(value[0])}, {{{', '.join(f'{json.dumps(k)}: {literal(v)}' for k, v in value[1].items())}}})"
-        )
+        return with_settings(name_here(value[0]), value[1])
     if not is_object(value):
         return name_here(value)
     name = name_here(type(value))
@@ -272,6 +299,11 @@ def class_and_settings(value: Any) -> str:
         if one.default is one.empty or (is_plain and kept != one.default):
             settings.append(f"{json.dumps(one.name)}: {literal(kept) if is_plain else '…'}")
     return f"({name}, {{{', '.join(settings)}}})" if settings else name
+
+
+def with_settings(name: str, settings: Mapping[str, Any]) -> str:
+    inner = ", ".join(f"{json.dumps(key)}: {literal(value)}" for key, value in settings.items())
+    return f"({name}, {{{inner}}})" if settings else name
 
 
 def literal(value: Any) -> str:
@@ -304,11 +336,25 @@ def as_function(group: str, thing: Any) -> str:
         return f"give the class: {group}={name}; with settings: {group}=({name}, {{{example}}})"
     made = made_by(thing)
     written = f"def my_{group}(): return {made} at the top level of the file, and {group}=my_{group}"
-    classes = (
-        'functools.partial(Net, dim=32), or (Net, {"dim": 32})' if group == "model" else f'({kind}, {{"setting": 1}})'
-    )
-    has_no_class = is_array(thing) or isinstance(thing, (tuple, list, Mapping))
-    return written if has_no_class else f"{written}; or the class: {classes}"
+    taken, name = arguments_of(type(thing)), name_here(type(thing))
+    if group != "model" or taken is None:
+        return written
+    first = {key: "…" if default is inspect.Parameter.empty else default for key, default in [*taken.items()][:1]}
+    classes = f"{group}={with_settings(name, {} if holds_objects(first) else first)}".replace('"…"', "…")
+    if inspect.Parameter.empty in taken.values():
+        return f"{written}; or the class: {classes}"
+    return f"{group}={name}" + (f", or with arguments {classes}" if "{" in classes else "") + f"; or {written}"
+
+
+def arguments_of(kind: type) -> dict[str, Any] | None:
+    """Return the arguments of a class, and their defaults; None: not known, or any number of them."""
+    try:
+        parameters = inspect.signature(kind).parameters.values()
+    except (TypeError, ValueError):  # a builtin
+        return None
+    if not kind.__qualname__.isidentifier() or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return None
+    return {one.name: one.default for one in parameters}
 
 
 def same_option(group: str, name: str) -> str:

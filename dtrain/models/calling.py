@@ -94,7 +94,13 @@ class Call:
         unused = [name for name in inputs.values if name not in self.names]
         if len(unused) == len(inputs.values):
             rule = f"{self.name}.forward takes {', '.join(self.names)}, but the batch has {', '.join(inputs.values)}"
-            raise bad("data", "…", rule, f"return a dict with the key {self.names[0]!r}, or name the argument `batch`")
+            wanted = [n for n in self.required if not (with_targets and n == self.target)] or self.names[:1]
+            keys = " and ".join(map(repr, wanted))
+            fix = f"return a dict with the key{'s' * (len(wanted) > 1)} {keys}, or def forward(self, batch)"
+            if len(wanted) == len(inputs.values) and all(map(str.isidentifier, inputs.values)):
+                more = f", {self.target}=None" if with_targets and self.target else ""
+                fix = f"def forward(self, {', '.join(inputs.values)}{more}), or a dict with the keys {keys}"
+            raise at_return(bad("data", "…", rule, fix), reader)
         if unused:
             log.info("%s.forward has no argument %s: left out", self.name, ", ".join(unused))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import difflib
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from dtrain.config.files import default_options
 from dtrain.config.source import inherited, likely, spec_of
 from dtrain.errors import bad
-from dtrain.runs.source_lines import at_attribute, at_class, at_return
+from dtrain.runs.source_lines import at_attribute, at_class, at_def, at_return
 
 
 def check(model: Any, function: Any = None) -> None:
@@ -55,8 +57,11 @@ def check(model: Any, function: Any = None) -> None:
                     if isinstance(value, dict) and not by_name:
                         wanted += f", or nn.{kind}Dict(…) with text as keys"
                     rule = f"{place} is a plain {type(value).__name__} of {kind.lower()}s, which are not trained"
-                    refused = bad("model", type(model).__name__, rule, f"self.{name} = {wanted}")
-                    raise at_attribute(refused, model, place)
+                    fix = f"self.{name} = {wanted}"
+                    if isinstance(value, tuple) and len(value) == 1 and isinstance(item, nn.Module):
+                        rule = f"{place} is a tuple of one {type(item).__name__}, which is not trained"
+                        fix = f"self.{name} = nn.{type(item).__name__}(…), without the comma after it"
+                    raise at_attribute(bad("model", type(model).__name__, rule, fix), model, place)
 
 
 def not_trained(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -85,7 +90,18 @@ def check_trains(model: nn.Module) -> None:
     if frozen:
         rule = f"has no parameter to train: all {len(frozen)} have requires_grad=False"
         fix = f"leave out requires_grad_(False) for some of them, for example {frozen[-1]}"
+    elif "__init__" not in vars(type(model)) and (near := near_init(type(model))):
+        rule += f", and Python does not call {near.__name__}"
+        fix = f"def __init__ in place of def {near.__name__}, with two _ on each side, and super().__init__() in it"
+        raise at_def(bad("model", name, rule, fix), near)
     raise at_class(bad("model", name, rule, fix), type(model))
+
+
+def near_init(kind: type) -> Any:
+    """Return a method of the user's class whose name is __init__ misspelt: _init_, __int__, init."""
+    methods = {name.strip("_"): method for name, method in vars(kind).items() if inspect.isfunction(method)}
+    near = difflib.get_close_matches("init", methods, 1, 0.8) or [name for name in methods if name == "inti"]
+    return methods[near[0]] if near else None
 
 
 def check_reads(model: Any, inputs: Any, targets: Any, choices: Mapping[str, Any]) -> None:

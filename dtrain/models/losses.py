@@ -190,6 +190,10 @@ def mismatch(name: str, outputs: Tensor, targets: Tensor) -> ValueError:
         fix = f"give the targets as class numbers, .long(): they are {targets.dtype}"
     elif of_classes and one_each:  # torch has the classes in the second dimension
         fix = "loss=cross_entropy, which also takes the classes in the last dimension"
+    elif of_classes and targets.shape == outputs.shape and not is_float:
+        one = ".int()" * (str(targets.dtype) == "torch.bool") + ".argmax(-1)"
+        one = one if targets.dim() == 2 else "the number of the largest entry"
+        fix = f"give the targets as class numbers, {one}; or .float() of them and loss=torch.nn.CrossEntropyLoss"
     elif of_classes and targets.shape == outputs.shape:
         fix = "loss=torch.nn.CrossEntropyLoss, for floating point probabilities; or class numbers, targets.argmax(-1)"
     elif of_classes and (*outputs.shape[:-1], 1) == targets.shape:
