@@ -6,12 +6,10 @@ import logging
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -23,8 +21,9 @@ from dtrain.launch import app as launch
 from dtrain.launch.python_fixes import check_names, in_python
 from dtrain.launch.python_objects import spell, value_of
 from dtrain.launch.user_code import trust_of
+from dtrain.runs import causes
 from dtrain.runs.folder import read_json, read_summary
-from dtrain.runs.protocol import BAD_CONFIG, DONE, PREEMPTED, PREFLIGHT
+from dtrain.runs.protocol import DONE, PREEMPTED, PREFLIGHT
 from dtrain.start import VARIABLE
 from dtrain.ui import console
 from dtrain.util.format import resume_argument
@@ -63,10 +62,11 @@ class Result:
 
         at: the step of another checkpoint than the newest, or "best" (checkpoint.keep_best).
         """
-        from dtrain.notebook import LoadedRun
+        from dtrain.notebook import LoadedRun, step_of
 
-        with as_script(self.trust):
-            return LoadedRun(self.run_dir).model(at, (*self.trust, "__main__"))
+        with as_script(self.trust), causes.fixes_for_script():
+            step = step_of(self.run_dir, at, "load")
+            return LoadedRun(self.run_dir).model(step, (*self.trust, "__main__"))
 
 
 class RunFailed(RuntimeError):
@@ -118,24 +118,25 @@ def fit(
     Raises ValueError for a bad setting, before anything starts; RunFailed if the run fails; Preempted if the run was
     stopped and saved a checkpoint. Uncaught, they exit the script with 2, 3 and 75, as `dtrain launch` does.
     """
-    if sys.excepthook is sys.__excepthook__:  # not IPython's, rich's or a debugger's
-        sys.excepthook = end_script
+    causes.watch_script()
     groups = {"model": model, "data": data, "loss": loss, "strategy": strategy, "cluster": cluster}
     given = {k: v for k, v in groups.items() if v is not None} | settings
     shorts = {"processes": processes, "steps": steps, "epochs": epochs}
     try:
         overrides, folders = overrides_of(given, shorts)
     except ValueError as error:
-        raise refused(error) from None
+        raise causes.refused(error) from None
     with hydra_aside(), import_path(folders):
         try:
             ended = launch.start(overrides)
         except MISTAKES as error:
             message = in_python(explain(error), given | {k: v for k, v in shorts.items() if v is not None})
-            raise refused(ValueError(message)) from (error if os.environ.get("HYDRA_FULL_ERROR") == "1" else None)
+            raise causes.refused(ValueError(message)) from (
+                error if os.environ.get("HYDRA_FULL_ERROR") == "1" else None
+            )
         except SystemExit as stop:
             if stop.code and stop.code != PREEMPTED:  # Hydra's argument parser printed why
-                raise refused(ValueError(f"these overrides are not understood: {overrides}")) from stop
+                raise causes.refused(ValueError(f"these overrides are not understood: {overrides}")) from stop
             raise  # dry_run printed its preview
     code, run_dir = ended[-1]
     if code == PREEMPTED:
@@ -179,25 +180,6 @@ def check_place() -> None:
         raise ValueError(
             "dtrain.fit: only the main thread receives Ctrl-C and signals\n  fix: call dtrain.fit from the main thread"
         )
-
-
-def refused(error: ValueError) -> ValueError:
-    """Mark an error as one that a script ends with; its traceback begins here anew."""
-    error.exit_code = BAD_CONFIG  # type: ignore[attr-defined]
-    return error.with_traceback(None)
-
-
-def end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Exit an uncaught error of `fit` with dtrain's exit code, and show the lines of the script alone."""
-    code = getattr(error, "exit_code", None)
-    if code is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
-        sys.__excepthook__(kind, error, trace)
-    else:
-        shown = traceback.TracebackException(kind, error, trace)
-        shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if f.filename != __file__])
-        print("".join(shown.format(chain=False)), end="", file=sys.stderr)
-    if code is not None:
-        raise SystemExit(code)
 
 
 # ---- restore the state of this process -----------------------------------------------------------------------

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import html
 import importlib
+import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -18,6 +20,7 @@ from dtrain.config.build import allowed
 from dtrain.config.files import TARGET
 from dtrain.errors import bad
 from dtrain.report.why import diagnose
+from dtrain.runs.causes import fixes_for_script
 from dtrain.runs.find import find_checkpoint, find_run
 from dtrain.runs.folder import PLAN, read_json, read_summary
 from dtrain.runs.live import sampled
@@ -42,7 +45,19 @@ def load(run: str | Path = "latest") -> LoadedRun | LoadedRuns:
         inside = sorted(run_folders(folder), key=point) if folder.is_dir() else []
         if inside:
             return LoadedRuns([LoadedRun(path.absolute()) for path in inside])
-    return LoadedRun(find_run(str(run)))
+    with fixes_for_script():
+        return LoadedRun(find_run(str(run)))
+
+
+def step_of(run_dir: Path, at: int | str | None, call: str) -> int | None:
+    """Return the step of a checkpoint; None: the newest one. call: the method, for messages in Python's spelling."""
+    try:
+        return None if at is None else find_checkpoint(f"{run_dir}@{at}").step
+    except ValueError as error:
+        rule, _, fix = str(error).removeprefix(f"run={run_dir}@{at}: ").partition("\n  fix: ")
+        fix = fix.replace("'", "").replace(f"{run_dir}@best", f'{call}(at="best")')
+        fix = re.sub(rf"{re.escape(str(run_dir))}@(\d+)", rf"{call}(at=\1)", fix)
+        raise ValueError(f"{call}(at={json.dumps(at)}): {rule}\n  fix: {fix}") from None
 
 
 class LoadedRun:
@@ -80,7 +95,8 @@ class LoadedRun:
 
         A value that was not finite is NaN. The times of each rank (lists in the file) are left out.
         """
-        pandas = _library("pandas", "metrics")
+        with fixes_for_script():
+            pandas = _library("pandas", "metrics")
         steps: dict[int, dict[str, Any]] = {}
         for row in rows(self.run_dir / "metrics.jsonl"):
             if isinstance(row.get("step"), int):
@@ -112,12 +128,14 @@ class LoadedRun:
         """
         from dtrain.inference.sample import load_plain  # imports torch
 
-        names, target = [trust] if isinstance(trust, str) else list(trust), str(self.config.model[TARGET])
-        if not allowed(target, names):
-            rule = f"{target} is your own code, and a run folder cannot say that it may run"
-            raise bad("trust", names, rule, f'model(trust=["{target.rpartition(".")[0]}"]), if that module is yours')
-        step = None if at is None else find_checkpoint(f"{self.run_dir}@{at}").step
-        return load_plain(self.run_dir, names, step)
+        with fixes_for_script():
+            names, target = [trust] if isinstance(trust, str) else list(trust), str(self.config.model[TARGET])
+            if not allowed(target, names):
+                rule = f"{target} is your own code, and a run folder cannot say that it may run"
+                raise bad(
+                    "trust", names, rule, f'model(trust=["{target.rpartition(".")[0]}"]), if that module is yours'
+                )
+            return load_plain(self.run_dir, names, step_of(self.run_dir, at, "model"))
 
     def why(self) -> str:
         """Why the run ended, as `dtrain why` says it."""

@@ -162,9 +162,13 @@ def test_the_scripts_own_class_is_the_class_of_the_loaded_model(folder: Path) ->
         "    train = {'steps': 2, 'eval_batches': 0}\n"
         "    result = dtrain.fit((Mine, {'dim': 4}), rings, loss=focal, processes=1, run_dir='mine', train=train)\n"
         "    print('SAME', type(result.load()) is Mine)\n"
+        "    result.load(at='best')\n"
     )
-    said = python("mine.py").communicate(timeout=patience(120))[0]
+    process = python("mine.py")
+    said = process.communicate(timeout=patience(120))[0]
     assert "SAME True" in said, said
+    assert process.returncode == 2 and said.count('File "') == 1 and 'mine.py", line 8, in <module>' in said, said
+    assert re.search(r'ValueError: load\(at="best"\): the run did not keep .*\n  fix: load\(at=2\)', said), said
 
 
 def test_a_script_that_does_not_guard_its_call_is_told_by_its_ranks(folder: Path) -> None:

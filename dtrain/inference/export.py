@@ -25,6 +25,7 @@ from dtrain.formats.huggingface_folder import SINGLE
 from dtrain.inference import model_card
 from dtrain.models import lora
 from dtrain.runs.folder import read_summary
+from dtrain.runs.source_lines import has_changed
 from dtrain.strategies import lora_base
 from dtrain.train import build as models
 from dtrain.util import disk_space
@@ -126,8 +127,17 @@ class Final:
                 yield from ((other, weight) for other in others.get(name, ()))
 
 
-def check_shapes(path: Path, model: nn.Module, saved: Mapping[str, Tensor], names: Iterable[str]) -> None:
-    """Refuse a checkpoint that does not match the model: merging adapters of any shape could make any matrix."""
+def check_shapes(
+    path: Path,
+    model: nn.Module,
+    saved: Mapping[str, Tensor],
+    names: Iterable[str],
+    made_by: tuple[str, Any] = ("", None),
+) -> None:
+    """Refuse a checkpoint that does not match the model: merging adapters of any shape could make any matrix.
+
+    made_by: the name of the class or function that has made the model, and itself, for messages.
+    """
     known = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     shapes = {name: tuple(values.shape) for name, values in known}
     odd = [f"{name} is missing" for name in names if name not in saved]
@@ -135,6 +145,9 @@ def check_shapes(path: Path, model: nn.Module, saved: Mapping[str, Tensor], name
         if shapes.get(name) != tuple(values.shape):
             there = list(shapes[name]) if name in shapes else "no such weight"
             odd.append(f"{name} has shape {list(values.shape)}, and {there} in the model")
+    odd = sorted(odd, key=lambda text: text.endswith("is missing"))
+    if odd and (rule := has_changed(*made_by, path, odd)):
+        raise ValueError(f"{rule}\n  fix: put the old code of {made_by[0]} back")
     if odd:
         raise ValueError(
             f"{path}: its weights are not those of the model in config.yaml: {odd[0]}; {len(odd)} differences in all\n"

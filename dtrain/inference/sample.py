@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config import run_file
-from dtrain.config.build import build
-from dtrain.config.files import is_script
+from dtrain.config.build import build, locate
+from dtrain.config.files import TARGET, is_script
 from dtrain.config.run_file import Settings
 from dtrain.config.schema import check_run
 from dtrain.errors import bad
@@ -66,7 +66,8 @@ def filled(model: nn.Module, final: Final, device: torch.device, weights: Hashed
     weights: those of `final`, if they are hashed on their way.
     """
     own = dict(model.named_parameters()) | buffers_of(model)
-    check_shapes(final.path, model, final.empty(), own)
+    target = final.cfg.model[TARGET]
+    check_shapes(final.path, model, final.empty(), own, (target, locate(target, final.trust)))
     if final.adapted:  # the checkpoint's tensors were compared with the model; drawn weights are not
         check_memory(final.run_dir, 4 * sum(values.numel() for values in own.values()))
     if any(values.is_meta for values in own.values()):

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import ast
 import linecache
+import os
 import re
+import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from opcode import opmap
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +21,7 @@ from typing import Any
 
 from dtrain.config.source import is_main
 from dtrain.errors import chain
-from dtrain.runs.protocol import LOST_PEER
+from dtrain.runs.protocol import BAD_CONFIG, LOST_PEER
 
 GLOO = re.compile(r"\[[^\]\n]*\bgloo/[^\]\n]*:\d+\]")  # gloo's errors start with their C++ source location
 HOROVOD = "Horovod has been shut down"  # in DDP's backward pass, under strategy=horovod
@@ -182,6 +185,44 @@ def one_line(failure: dict[str, Any]) -> str:
     lines = str(failure.get("message") or "").strip().splitlines()
     log = f" ({failure['log']})" if failure.get("log") else ""
     return f"{rank}{failure.get('type') or 'error'}: {lines[0][:200] if lines else 'no message'}{log}"
+
+
+def refused(error: Exception) -> Exception:
+    """Mark an error as one that a script ends with; its traceback begins here anew."""
+    error.exit_code = BAD_CONFIG  # type: ignore[attr-defined]
+    return error.with_traceback(None)
+
+
+@contextmanager
+def fixes_for_script() -> Iterator[None]:
+    """Mark errors with a fix as those that a script ends with. A notebook shows them as they are."""
+    try:
+        yield
+    except Exception as error:
+        if "\n  fix: " in str(error):
+            error.exit_code = BAD_CONFIG  # type: ignore[attr-defined]
+            watch_script()
+        raise
+
+
+def watch_script() -> None:
+    if sys.excepthook is sys.__excepthook__:  # not IPython's, rich's or a debugger's
+        sys.excepthook = end_script
+
+
+def end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Exit an uncaught error of a call of dtrain with dtrain's exit code, and show the lines of the script alone."""
+    code = getattr(error, "exit_code", None)
+    if code is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        sys.__excepthook__(kind, error, trace)
+    else:
+        shown = traceback.TracebackException(kind, error, trace)
+        typed = ("<stdin>", "<string>")  # python -, python -c
+        own = [one for one in shown.stack if one.filename in typed or is_users_file(one.filename)]
+        shown.stack = traceback.StackSummary.from_list(own)
+        print("".join(shown.format(chain=False)), end="", file=sys.stderr)
+    if code is not None:
+        raise SystemExit(code)
 
 
 def distinct(failures: Sequence[dict[str, Any]]) -> list[str]:

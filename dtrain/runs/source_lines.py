@@ -8,10 +8,12 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from dtrain.runs.causes import is_users_file
+from dtrain.util.format import counted, short_path
 
 E = TypeVar("E", bound=BaseException)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -57,6 +59,17 @@ def at_attribute(error: E, module: Any, path: str) -> E:
 def is_users(thing: Any) -> bool:
     """Whether a class or function is defined in a file of the user."""
     return source(thing) is not None
+
+
+def has_changed(target: str, thing: Any, path: Path, differences: Sequence[str]) -> str:
+    """Say that the user's class or function makes other weights than a checkpoint has; "" if it is not the user's."""
+    found = source(thing)
+    if found is None:
+        return ""
+    kind = "class" if isinstance(found[1], ast.ClassDef) else "function"
+    where = f"{short_path(Path(found[0]))}:{found[1].lineno}"
+    since = f"the {kind} at {where} has changed since {short_path(path)}"
+    return f"model={target}: {since}: {differences[0]}; {counted(len(differences), 'difference')} in all"
 
 
 def assignment(kind: type, name: str) -> tuple[str, int, str] | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
 from dtrain.runs.causes import own_frames
-from dtrain.runs.source_lines import at_attribute, at_class, at_return, is_users
+from dtrain.runs.source_lines import at_attribute, at_class, at_return, has_changed, is_users
 
 
 def one_return(x: int) -> int:
@@ -110,3 +112,13 @@ def test_the_line_of_a_class() -> None:
 def test_the_line_that_makes_an_attribute(path: str, function: str, text: str) -> None:
     assert shown(at_attribute(ValueError("wrong"), Net(), path)) == (function, text)
     assert own_frames(at_attribute(ValueError("wrong"), Net(), "nothing")) == []
+
+
+def test_a_class_that_has_changed_is_named(tmp_path: Path) -> None:
+    class Mine: ...
+
+    assert has_changed("pathlib.Path", Path, tmp_path, ["w is new"]) == "", "not the user's"
+    said = has_changed("m.Mine", Mine, tmp_path, ["w is new"])
+    assert re.fullmatch(
+        r"model=m.Mine: the class at .*lines.py:\d+ has changed since .*: w is new; 1 diff.* in all", said
+    )
