@@ -38,6 +38,7 @@ from dtrain.runs.folder import checkpoints
 from dtrain.util.collective import Group, agreed, collect, distinct, failpoint, from_rank_0, rank
 from dtrain.util.collective import gather as gather
 from dtrain.util.dtensor import Held, chunks_of
+from dtrain.util.format import counted
 
 log = logging.getLogger("dtrain")
 read_manifest = manifest.read
@@ -223,11 +224,12 @@ def load(path: Path, saved: Manifest, tensors: Mapping[str, Held]) -> None:
         f"{n} has shape {list(saved.tensors[n].shape)} in the checkpoint, {shape} in the model"
         for n, shape in shapes.items() if n in saved.tensors and list(saved.tensors[n].shape) != shape
     ]  # fmt: skip
-    if wrong:
-        raise CheckpointError(
-            f"{path} is a checkpoint of another model: {wrong[0]}; {len(wrong)} differences in all. "
-            "Fix: use the model that it was saved from, or another run_dir"
-        )
+    if wrong:  # first of the weights, not of what the optimizer has for each
+        wrong = [text.removeprefix("model.") for text in wrong if text.startswith("model.")] or wrong
+        rule = f"{path}: is a checkpoint of another model: {wrong[0]}; {counted(len(wrong), 'difference')} in all"
+        error = ValueError(f"{rule}\n  fix: resume with the model that it was saved from")
+        error.differences = wrong  # type: ignore[attr-defined]
+        raise error
     with shards.Reader(path, saved) as reader:
         for name, held in chunks.items():
             for chunk in held if name in saved.tensors else []:

@@ -38,6 +38,7 @@ from dtrain.runs.folder import (
     write_json,
 )
 from dtrain.runs.protocol import (
+    BAD_CONFIG,
     DONE,
     FAILED,
     HANG_FILE,
@@ -306,7 +307,9 @@ class Supervisor:
         if self.node_rank == 0:
             with contextlib.suppress(OSError):  # on a full disk, only the screen shows it
                 write_json(run_dir / "failure.json", self.failure)
-                write_json(run_dir / "summary.json", summary | {"status": "failed", "wall_s": wall_s(run_dir)})
+                # a run that is done stays so if it is not resumed after all
+                if not (self.failure["exit_code"] == BAD_CONFIG and summary == past and past.get("status") == "done"):
+                    write_json(run_dir / "summary.json", summary | {"status": "failed", "wall_s": wall_s(run_dir)})
         return int(self.failure["exit_code"])
 
     def _watch(self, process: Ranks, run_dir: Path, monitor: Monitor, files: AttemptFiles) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from dtrain.checkpoint import ownership, store
 from dtrain.checkpoint.background import Saver
 from dtrain.config import run_file, run_length
-from dtrain.config.build import build
+from dtrain.config.build import build, locate
 from dtrain.config.files import TARGET
 from dtrain.config.mesh import MeshSizes, batch_sizes, eval_batch_size
 from dtrain.config.run_file import Settings, allows
@@ -36,6 +38,7 @@ from dtrain.runs.best import METRICS, check_split
 from dtrain.runs.folder import newest_metrics, predicted, read_json, write_json
 from dtrain.runs.metrics import OWN, own_names
 from dtrain.runs.recorder import Recorder
+from dtrain.runs.source_lines import at_def, has_changed
 from dtrain.strategies.base import Strategy
 from dtrain.train import build as models
 from dtrain.train import metrics, process
@@ -48,8 +51,9 @@ from dtrain.train.process import log
 from dtrain.train.spikes import SpikeError, Spikes
 from dtrain.train.startup import StartTimes, begin_compile_cache
 from dtrain.util.collective import from_rank_0
-from dtrain.util.format import start_text
+from dtrain.util.format import short_path, start_text
 
+FIX = "\n  fix: "
 FORKED = "is_forked"  # of what load_newest returns: it is the first checkpoint of a fork, saved by another run
 
 
@@ -398,7 +402,13 @@ def load_newest(
     if "optimizer" in parts:  # that of another optimizer: this one starts as in a new run
         saved = replace(manifest, tensors={k: v for k, v in manifest.tensors.items() if k.startswith("model.")})
         extra = fresh.extra_of(strategy, state) | {"base": extra.get("base")}
-    store.load(path, saved, {name: held for name, held in state.items() if name in saved.tensors or saved is manifest})
+    kept = {name: held for name, held in state.items() if name in saved.tensors or saved is manifest}
+    try:
+        store.load(path, saved, kept)
+    except ValueError as error:
+        if not hasattr(error, "differences"):
+            raise
+        raise of_changed_model(cfg, path, error) from error
     strategy.load_state_dict(state, extra)
     log.info("resumed from %s", path)
     meta = manifest.meta | {FORKED: anew is not None}
@@ -407,6 +417,27 @@ def load_newest(
     if "data" in parts:  # other data: read from its start
         return path, manifest["step"], 0, meta | {"spikes": {}, "hooks": {}}
     return path, manifest["step"], manifest["samples"], meta
+
+
+def of_changed_model(cfg: Settings, path: Path, error: ValueError) -> ValueError:
+    """Explain a checkpoint of another model by what was changed: the user's class, or a setting."""
+    target = cfg.model[TARGET]
+    made_by = locate(target, cfg.trust)
+    changed = has_changed(target, made_by, path, error.differences)  # type: ignore[attr-defined]
+    fix = f"put the old code of {target} back, and type the same command again" if changed else "use the old settings"
+    fix = f"{changed or str(error).partition(FIX)[0]}{FIX}{fix}"
+    run_dir = path.parents[1]
+    launches = from_rank_0(lambda: read_json(run_dir / "launch.json").get("launches"), "reading launch.json")
+    if not launches:
+        return at_def(ValueError(fix), made_by)
+    typed: dict[str, str] = {}
+    for word in (*launches[0].get("overrides", ()), *launches[-1].get("overrides", ())):
+        key = word.lstrip("+").partition("=")[0]
+        if key not in ("resume", "resume_allow", "recipe", "run_dir", "fork", "name"):
+            typed[key] = word.lstrip("+")
+    new = next(name for n in itertools.count(2) if not (name := run_dir.with_name(f"{run_dir.name}-{n}")).exists())
+    command = shlex.join(["launch", *typed.values(), f"run_dir={short_path(new)}"])
+    return at_def(ValueError(f"{fix}; or train this model from the start: dtrain {command}"), made_by)
 
 
 def started_anew(path: Path) -> list[str] | None:

@@ -6,6 +6,7 @@ The launcher imports this, so it must load fast: no torch, and rich (about 55 ms
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,8 @@ from dtrain.util.format import (
 if TYPE_CHECKING:
     from rich.console import Console
 
+# settings of a run folder that are repeated in a command to paste: the folder may be someone else's
+TYPED = re.compile(r"(train|optim|schedule|checkpoint)\.[a-z]\w*=([\d.e+-]+|[a-z_]+)|resume_allow=\[[\w.,]+\]")
 LAUNCH = "python launch.py" if Path("launch.py").exists() else "dtrain launch"  # in a checkout, or installed
 
 
@@ -223,11 +226,20 @@ def recommended(run_dir: Path) -> list[str]:
     ]
 
 
+def typed_again(run_dir: Path) -> list[str]:
+    """Return the settings of the newest launch if that was a resume: one that fails leaves the run its old ones."""
+    launches = read_json(run_dir / "launch.json").get("launches")
+    newest = as_dict(launches[-1]) if isinstance(launches, list) and launches else {}
+    words = [word for word in newest.get("overrides") or () if isinstance(word, str)]
+    is_resume = any(word.startswith("resume=") for word in words)
+    return [shlex.quote(word) for word in words if is_resume and TYPED.fullmatch(word)]
+
+
 def next_commands(run_dir: Path, status: str, summary: dict[str, Any]) -> list[str]:
     """Suggest the next commands."""
     resume = resume_command(run_dir)
     if status in ("failed", "preempted"):  # preempted: of dtrain why, which knows that it can be resumed
-        resume = " ".join([resume, *recommended(run_dir)])
+        resume = " ".join([resume, *(recommended(run_dir) or typed_again(run_dir))])
     if status in ("failed", "died") and not can_resume(run_dir, summary):
         return [f"dtrain why {shell_path(run_dir)}"]  # the same command starts it again
     if not (latest_checkpoint(run_dir) or summary.get("saves", 1) or summary.get("script")):
@@ -270,15 +282,18 @@ def print_summary(
     console, run_dir = console or stdout_console(), Path(run_dir)
     summary, failure = read_summary(run_dir), failure or read_json(run_dir / "failure.json")
     status = str(status or summary.get("status") or ("failed" if failure else "unknown"))
+    is_refused = status == "failed" and summary.get("status") == "done"
     style = {"done": "bold green", "failed": "bold red", "died": "bold red", "preempted": "bold yellow"}
     label = "{:<17}".format
     say(
         console,
         (label("status"), "dim"),
         (status, style.get(status, "bold")),
+        ": this launch; the run is done, as it was" if is_refused else "",
     )
     say(console, (label("run"), "dim"), short_path(run_dir))
-    for name, value, guess in measured_rows(run_dir, summary):
+    # those of a run that is done and was not resumed are not of this launch
+    for name, value, guess in [] if is_refused else measured_rows(run_dir, summary):
         say(
             console,
             (label(name), "dim"),
@@ -299,7 +314,8 @@ def print_summary(
     # the first one is dtrain why
     later = "after the change" if "without a change" in why and not recommended(run_dir) else ""
     for i, command in enumerate(next_commands(run_dir, status, summary)):
-        say(console, (label(later if i else "next"), "dim"), (command, "cyan"))
+        if i or not is_refused:  # dtrain why is of the run, which has ended well
+            say(console, (label(later if i else "next"), "dim"), (command, "cyan"))
 
 
 def places(failure: dict[str, Any]) -> list[str]:

@@ -139,6 +139,19 @@ def test_summary_of_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert lines(out)[-2:] == ["next             dtrain why .", "after the change python launch.py resume=./."]
 
 
+def test_a_refused_resume_leaves_a_run_done_and_repeats_what_was_typed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000003" / "manifest.json").touch()
+    write(tmp_path, "summary.json", {**RUNNING, "status": "done"})
+    typed = ["resume=run", "train.steps=6", "optim._target_=evil.f", "resume_allow=[train.steps]", "hooks=[evil.H]"]
+    write(tmp_path, "launch.json", {"launches": [{"overrides": ["train.steps=3"]}, {"overrides": typed}]})
+    out, refused = plain(width=30), {"type": "ValueError", "exit_code": 2, "message": "x"}
+    print_summary(tmp_path, out, "failed", refused, why="settings. Starting again without a change would end alike.")
+    shown = lines(out)
+    assert shown[0] == "status           failed: this launch; the run is done, as it was" and "steps " not in text(out)
+    assert shown[-1].endswith("train.steps=6 'resume_allow=[train.steps]'") and "dtrain why" not in text(out)
+
+
 def test_summary_without_files(tmp_path: Path) -> None:
     out = plain()
     print_summary(tmp_path, out)
