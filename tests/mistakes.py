@@ -146,7 +146,7 @@ DATA = [
     edit("one-hot targets", 2, TARGETS, "self.x[indices], nn.functional.one_hot(self.y[indices], 3)",
          "fix: give the targets as class numbers, .argmax(-1); or .float() of them", "net.py:28 in batch"),
     Mistake("a dict with other names", 2, ("Net.forward takes x, m, but the batch has image, mask", "net.py:40 in rows",
-            "fix: def forward(self, image, mask), or a dict with the keys 'x' and 'm'"),
+            "fix: return a dict with the keys 'x' and 'm', or def forward(self, image, mask)"),
             ("data=net.rows", "train.eval_batches=0"), (("self, x):", "self, x, m):"), ("def my_loss", "def rows():\n"
             "    return [{'image': torch.ones(4), 'mask': torch.ones(4), 'label': 0}] * 64\n\n\ndef my_loss"))),
     edit("no targets", 2, "def my_loss", "def alone():\n    return torch.randn(64, 4)\n\n\ndef my_loss",

@@ -96,11 +96,12 @@ class Call:
             rule = f"{self.name}.forward takes {', '.join(self.names)}, but the batch has {', '.join(inputs.values)}"
             wanted = [n for n in self.required if not (with_targets and n == self.target)] or self.names[:1]
             keys = " and ".join(map(repr, wanted))
-            fix = f"return a dict with the key{'s' * (len(wanted) > 1)} {keys}, or def forward(self, batch)"
+            fix = f"return a dict with the key{'s' * (len(wanted) > 1)} {keys}, "
+            named = "or name the argument `batch`"
             if len(wanted) == len(inputs.values) and all(map(str.isidentifier, inputs.values)):
                 more = f", {self.target}=None" if with_targets and self.target else ""
-                fix = f"def forward(self, {', '.join(inputs.values)}{more}), or a dict with the keys {keys}"
-            raise at_return(bad("data", "…", rule, fix), reader)
+                named = f"or def forward(self, {', '.join(inputs.values)}{more})"
+            raise at_return(bad("data", "…", rule, fix + named), reader)
         if unused:
             log.info("%s.forward has no argument %s: left out", self.name, ", ".join(unused))
 
