@@ -152,6 +152,18 @@ DATA = [
     edit("no targets", 2, "def my_loss", "def alone():\n    return torch.randn(64, 4)\n\n\ndef my_loss",
          "data=net.alone: returns no targets, which loss=cross_entropy needs", "return (inputs, targets)",
          "net.py:40 in alone", argv="data=net.alone train.eval_batches=0"),
+    edit("a collate function that does not transpose", 2, "def my_loss",
+         "def pairs(batch):\n    x, y = batch\n    return x, y\n\n\ndef loader():\n    data = [*zip(*Samples(0, 64)"
+         ".batch(slice(64)))]\n    return torch.utils.data.DataLoader(data, collate_fn=pairs)\n\n\ndef my_loss",
+         "collate_fn gets a list of samples", "fix: inputs, targets = zip(*batch)", "net.py:40 in pairs",
+         argv="data=net.loader train.eval_batches=0"),
+    edit("a stream of batches", 2, "def my_loss",
+         "class Stream(torch.utils.data.IterableDataset):\n    def __iter__(self):\n        while True:\n"
+         "            yield torch.ones(8, 4, 9), torch.zeros(8).long()\n\n\nclass Conv(nn.Conv1d):\n"
+         "    def __init__(self):\n        super().__init__(4, 3, 9)\n\n    def forward(self, x):\n"
+         "        return super().forward(x)[:, :, 0]\n\n\ndef my_loss",
+         "each sample is [8, 4, 9] with 8 targets, as if it was a batch", "yield from zip(inputs, targets)",
+         "in __iter__", argv="model=net.Conv data=net.Stream train.eval_batches=0"),
     edit("four inputs as a tuple", 2, "def my_loss",
          "def rows():\n    return [((0.1, 0.2, 0.3, 0.4), 0)] * 64\n\n\ndef my_loss",
          "its samples have 4 inputs, and Net.forward(x) takes 1", "one tensor in each sample, torch.tensor(inputs)",
@@ -207,6 +219,20 @@ DATA = [
 ]  # fmt: skip
 MODEL = [
     edit("a misspelt attribute", 3, "self.last(x)", "self.lst(x)", "no attribute 'lst'", "net.py:16 in forward"),
+    edit("a batch without its dimension", 3, "        x = self.first(x)\n", "        x = self.first(x.flatten())\n",
+         "forward got 8 samples, and gives that layer 1 row of 32", "fix: keep the dimension of the batch: x.flat",
+         "net.py:13 in forward"),
+    edit("the number of samples in forward", 3, "        x = self.first(x)\n",
+         "        x = self.first(x.view(16, -1))\n", "forward got 8 samples, and gives that layer 16 rows of 2"),
+    edit("a layer that is made in place of called", 3, "torch.relu(block(x))", "nn.ReLU(block(x))",
+         "not ReLU", "fix: nn.ReLU(…) makes a layer, and does not call it", "net.py:1"),
+    edit("a batch norm of one sample", 2, "        x = self.first(x)\n",
+         "        x = nn.functional.batch_norm(self.first(x), None, None, training=True)\n",
+         "train.global_batch_size=1: gives a rank 1 sample at a time", "net.py:13 in forward",
+         "fix: train.global_batch_size=2, or",
+         argv="train.global_batch_size=1"),
+    edit("a softmax before cross_entropy", 0, "return self.last(x)", "x = self.last(x)\n        return x.softmax(-1)",
+         "warning: net.py:17: the model ends in a softmax", "return the scores without the softmax"),
     edit("no super().__init__()", 3, "        super().__init__()\n", "", "net.py:7 in __init__", "super().__init__()"),
     edit("layers in a plain list", 2, "nn.ModuleList(nn.Linear(dim, dim) for _ in range(depth))",
          "[nn.Linear(dim, dim) for _ in range(depth)]", "blocks is a plain list of modules", "nn.ModuleList",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,16 @@ def collated(
     name, reader: of the data, for messages: their setting, and the user's function that gives the samples.
     """
     if collate not in (None, default_collate):
-        return as_batch(collate(samples), notes)
+        try:
+            return as_batch(collate(samples), notes)
+        except ValueError as error:  # images, labels = batch
+            inner = [*traceback.walk_tb(error.__traceback__)][-1][0].f_code
+            if inner is not getattr(collate, "__code__", None) or "values to unpack" not in str(error):
+                raise
+            if not isinstance(samples[0], (tuple, list)) or len(samples) == len(samples[0]):
+                raise
+            text = f"collate_fn gets a list of samples, here {len(samples)}, each of {len(samples[0])} parts: {error}"
+            raise bad("data", name, text, "inputs, targets = zip(*batch)") from error
     if collate is None:
         samples = [plain(sample, "", notes) for sample in samples]
     first = samples[0]

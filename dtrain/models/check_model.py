@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from dtrain.config.files import default_options
 from dtrain.config.source import inherited, likely, spec_of
 from dtrain.errors import bad
-from dtrain.runs.source_lines import at_attribute, at_class, at_def, at_return
+from dtrain.runs.source_lines import at_attribute, at_class, at_def, at_return, source
+from dtrain.util.format import short_path
 
 
 def check(model: Any, function: Any = None) -> None:
@@ -156,3 +157,38 @@ def inside(value: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
             yield item
         elif id(item) not in around:
             yield from inside(item, around)
+
+
+# losses that squash the scores themselves
+SQUASHES = {
+    "cross_entropy": "softmax", "CrossEntropyLoss": "softmax", "BCEWithLogitsLoss": "sigmoid",
+    "binary_cross_entropy_with_logits": "sigmoid",
+}  # fmt: skip
+
+
+def of_squashed(model: nn.Module, loss: str) -> Iterator[str]:
+    """Warn of a model that ends in a softmax which its loss computes, too: it learns slowly, and nothing fails."""
+    short = loss.rpartition(".")[2]
+    wanted = SQUASHES.get(short)
+    found = source(type(model).forward) if wanted and loss.startswith(("dtrain.", "torch.")) else None
+    line = 0
+    if found and found[1].body and isinstance(end := found[1].body[-1], ast.Return):
+        value = end.value
+        if isinstance(value, ast.Name):  # x = x.softmax(-1) before it
+            made = [n for n in found[1].body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == value.id]
+            value = made[-1].value if made else None
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            of_self = ast.unparse(value.func.value) == "self"
+            name = last_of(getattr(model, value.func.attr, None)) if of_self else value.func.attr
+            line = value.lineno if name == wanted else 0
+    where = f"{short_path(Path(found[0]))}:{line}: " if found and line else ""
+    if line or (wanted and last_of(model) == wanted):
+        rule = f"the model ends in a {wanted}, and loss={short} computes it itself, so the model learns slowly"
+        yield f"{where}{rule}; fix: return the scores without the {wanted}"
+
+
+def last_of(module: Any) -> str:
+    """Return the name of the function at the end of a module; "" if it is none of those."""
+    if isinstance(module, nn.Sequential) and len(module):
+        return last_of(module[-1])
+    return {nn.Softmax: "softmax", nn.Sigmoid: "sigmoid"}.get(type(module), "")

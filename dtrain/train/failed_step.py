@@ -25,6 +25,7 @@ from dtrain.runs import causes
 from dtrain.runs.source_lines import at_def, at_return, source
 from dtrain.strategies.ddp import DDP
 from dtrain.train.process import log
+from dtrain.util.format import counted
 
 if TYPE_CHECKING:
     from dtrain.train.setup import Run
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 OF_THE_BATCH = re.compile(r"and targets \[.*\n  fix: give |has NaN or Inf in its (inputs|targets)|returns no targets,")
 NO_GRADIENT = re.compile(r"element 0 of tensors does not require grad")
 IN_PLACE = re.compile(r"modified by an inplace operation")
+ONE_VALUE = re.compile(r"Expected more than 1 value per channel when training")
+PRODUCT = re.compile(r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x\d+\)")
+BATCHED = re.compile(
+    r"Expected \dD \(unbatched\) or (\d)D \(batched\) input to \w+, but got input of size: \[([\d, ]+)\]"
+)
 DICT = re.compile(r"\bdict\b")
 
 
@@ -57,6 +63,8 @@ def second_look(run: Run, error: Exception) -> Exception | None:
     if OF_THE_BATCH.search(text):  # with another fix, the model or the setting may be wrong
         return at_return(error, reader_of(data.dataset))
     in_forward = "\n  fix: " not in text and hasattr(run.strategy.module, "watch") and is_of_forward(run, error)
+    if "\n  fix: " not in text and (better := of_batch_dimension(run, text)):
+        return better
     if (
         DICT.search(text)
         and "\n  fix: " not in text
@@ -75,6 +83,32 @@ def second_look(run: Run, error: Exception) -> Exception | None:
     if in_forward:
         return of_own_loss(run, inputs, targets)
     return of_gradient(run, text, inputs) if NO_GRADIENT.search(text) else of_place(run, text, inputs, targets)
+
+
+def of_batch_dimension(run: Run, text: str) -> Exception | None:
+    """Did forward lose the dimension of the batch, or do the data add one?"""
+    if not any(pattern.search(text) for pattern in (PRODUCT, ONE_VALUE, BATCHED)):
+        return None
+    count, name = run.summary["micro_batch_size"], str(run.cfg.choices.get("data"))
+    if found := PRODUCT.search(text):
+        rows, got, wanted = map(int, found.groups())
+        if rows != count and rows * got == count * wanted:
+            rule = f"forward got {counted(count, 'sample')}, and gives that layer {counted(rows, 'row')} of {got}"
+            fix = "keep the dimension of the batch: x.flatten(1), or x.view(len(x), -1), above that line"
+            return RuntimeError(f"{text.splitlines()[0]}: {rule}\n  fix: {fix}")
+    elif ONE_VALUE.search(text) and count == 1:
+        key = "micro_batch_size" if run.cfg.train.micro_batch_size else "global_batch_size"
+        fix = f"train.{key}={2 * run.cfg.train[key]}, or nn.LayerNorm in place of batch norm"
+        return bad(f"train.{key}", run.cfg.train[key], f"gives a rank 1 sample at a time: {text}", fix)
+    elif found := BATCHED.search(text):
+        shape = [int(size) for size in found[2].split(", ")]
+        inputs, targets = run.train_data.sample()
+        of_many = isinstance(targets, Tensor) and targets.dim() > 1 and isinstance(inputs, Tensor) and inputs.dim() > 2
+        if len(shape) == int(found[1]) + 1 and of_many and inputs.shape[1] == targets.shape[1]:
+            rule = f"each sample is {list(inputs.shape[1:])} with {inputs.shape[1]} targets, as if it was a batch"
+            error = bad("data", name, rule, "give single samples: `yield from zip(inputs, targets)`")
+            return at_return(error, reader_of(run.train_data.dataset))
+    return None
 
 
 def outputs_of(run: Run, inputs: Any) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 
 from dtrain.errors import chain
 from dtrain.util.format import size_text
@@ -81,6 +82,19 @@ HINTS: tuple[tuple[str, str], ...] = (
         "samples of one batch have different shapes: pad or crop them to one shape",
     ),
     (
+        r"must be Tensor, not (ReLU|GELU|SiLU|Tanh|Sigmoid|Softmax|Dropout|LeakyReLU|ELU|Linear|LayerNorm)\b",
+        r"nn.\1(…) makes a layer, and does not call it: self.layer = nn.\1(…) in __init__, then self.layer(x); or the "
+        "function of torch.nn.functional",
+    ),
+    (
+        r"Expected more than 1 value per channel when training",
+        "batch norm needs two samples in a pass of a rank: a larger train.global_batch_size, or nn.LayerNorm",
+    ),
+    (
+        r"attempted relative import with no known parent package",
+        "leave out the dot, `from layers import …`: the file is in no package",
+    ),
+    (
         r"mat1 and mat2 must have the same dtype|expected scalar type|expected m1 and m2 to have the same dtype",
         "inputs and weights have different dtypes: give inputs as float32, x.float()",
     ),
@@ -103,6 +117,9 @@ HINTS: tuple[tuple[str, str], ...] = (
 
 def hint(error: BaseException) -> str:
     """Return what to do about an error, or "" if nothing is known."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, KeyError) and any("/pandas/core/" in file for file in files):
+        return "pandas looks up labels, not places: .iloc[i], or .to_numpy() once in __init__"
     texts = [str(one) for one in chain(error)]
     asked = max((int(size[1]) for text in texts if (size := ALLOCATION.search(text))), default=0)
     if asked > (total := total_bytes()):  # no number of ranks helps

@@ -31,7 +31,7 @@ from dtrain.data.loader import Loader
 from dtrain.data.stream_loader import StreamLoader
 from dtrain.errors import CheckpointError, bad
 from dtrain.models.calling import shifts_labels
-from dtrain.models.check_model import check_reads, check_trains
+from dtrain.models.check_model import check_reads, check_trains, of_squashed
 from dtrain.optim import build as optimizers
 from dtrain.optim.schedule import checked
 from dtrain.runs.best import METRICS, check_split
@@ -168,6 +168,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
     model = models.make(cfg, trust)  # on the meta device: the strategy decides which shard each rank holds
     models.set_num_targets(model, train_set, val_set)
     check_trains(model)
+    warnings += of_squashed(model, cfg.loss[TARGET])
     precision = build(cfg.precision, trust)
     schedule = build(cfg.schedule, trust, partial=True, steps=cfg.train.steps)
     if not cfg.schedule[TARGET].startswith("dtrain."):
@@ -321,8 +322,8 @@ def of_whole_batches(cfg: Settings, inputs: Any, targets: Any) -> Iterator[str]:
         count = inputs.shape[1]
         yield (
             f"data={cfg.choices.get('data')}: each sample is {count} inputs with a target each, as if it was a batch, "
-            f"and a step reads train.global_batch_size={cfg.train.global_batch_size} of them; fix: give single "
-            "samples, as `yield from zip(inputs, targets)`"
+            f"and a step reads train.global_batch_size={cfg.train.global_batch_size} of them; a stream gives "
+            "single samples by `yield from zip(inputs, targets)`"
         )
 
 
