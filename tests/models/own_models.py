@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 
@@ -77,3 +77,53 @@ class Tokens(Dataset[Any]):
 class Texts(Tokens):
     def __getitem__(self, index: int) -> Any:
         return {**super().__getitem__(index), "labels": index % 3}
+
+
+class Ends(nn.Module):
+    """Each of its forwards ends in another way, for a warning that must not be false."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.squash, self.block = nn.Softmax(-1), nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1))
+
+
+class Function(Ends):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.head(x), -1)
+
+
+class Method(Ends):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.head(x)
+        x = x.softmax(-1)
+        return x
+
+
+class Layer(Ends):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.squash(self.head(x))
+
+
+class InBlock(Ends):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+class Logarithm(Ends):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log_softmax(self.head(x), -1)
+
+
+class Attention(Ends):
+    def forward(self, x: Tensor) -> Tensor:
+        weights = x.softmax(-1)
+        return self.head(weights * x)
+
+
+class Evaluates(Ends):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.head(x)
+        if not self.training:
+            x = x.softmax(-1)
+        return x

@@ -18,6 +18,7 @@ from dtrain.launch.arguments import prepare_arguments
 from dtrain.launch.resolve import resolve
 from dtrain.models import losses as losses_
 from dtrain.models import user_model
+from dtrain.models.check_model import of_squashed
 from dtrain.runs.folder import read_json
 from dtrain.strategies.materialize import init_weights, materialize
 from dtrain.train import build
@@ -404,3 +405,22 @@ def test_a_batch_norm_of_torch_goes_on_where_it_was(strategy: str, folder: Path)
     assert train(stopped, 2) == [0, 0]
     figures = [[m.get("val_loss") for m in metrics(r) if "val_loss" in m] for r in (left_alone, stopped)]
     assert figures[0] == figures[1] and losses(left_alone) == losses(stopped)
+
+
+@pytest.mark.parametrize(
+    ("model", "warned"),
+    [
+        (mine.Function, True),
+        (mine.Method, True),
+        (mine.Layer, True),
+        (mine.InBlock, True),
+        (lambda: nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)), True),
+        (mine.Logarithm, False),
+        (mine.Attention, False),
+        (mine.Evaluates, False),
+    ],
+)
+def test_a_softmax_that_the_loss_computes_too_is_warned_of(model: Any, warned: bool) -> None:
+    said = [*of_squashed(model(), "torch.nn.CrossEntropyLoss")]
+    assert bool(said) is warned, said
+    assert not [*of_squashed(model(), "dtrain.models.losses.mse")]
