@@ -32,6 +32,13 @@ def check(model: Any, function: Any = None) -> None:
             raise at_return(bad("model", name, f"it returned the class {name}", fix), function)
         rule = "what it gives is not a torch.nn.Module"
         raise at_return(bad("model", type(model).__name__, rule, fix), function)
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        kind = type(model).__name__
+        rule = f"is wrapped in {kind}, and strategy= does what that is for"
+        raise at_return(bad("model", kind, rule, f"return the model itself, without {kind}(…)"), function)
+    if type(model).__name__ == "OptimizedModule":  # torch._dynamo's, which takes a second to import
+        rule = "is compiled already, and compile= does that, also under a strategy"
+        raise at_return(bad("model", "torch.compile(…)", rule, "return the model itself; compile=auto"), function)
     for name, weight in model.named_parameters():
         if isinstance(weight, nn.parameter.UninitializedParameter):
             rule = f"{name} is lazy: it has no shape before forward() runs, and dtrain must know what to divide"

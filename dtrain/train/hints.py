@@ -1,9 +1,16 @@
-"""What to do about errors that torch raises for a mistake in a model, a loss or data; the error itself stays."""
+"""What to do about errors that torch or Python raises for a mistake in a model, a loss or data; the error stays."""
 
 from __future__ import annotations
 
+import bdb
+import builtins
+import difflib
+import os
 import re
 import traceback
+from types import ModuleType
+
+from torch import nn
 
 from dtrain.errors import chain
 from dtrain.util.format import size_text
@@ -82,6 +89,30 @@ HINTS: tuple[tuple[str, str], ...] = (
         "samples of one batch have different shapes: pad or crop them to one shape",
     ),
     (
+        r"\.(train|eval)\(\) takes 1 positional argument",
+        r"torch calls that method as \1(mode): give your own one another name",
+    ),
+    (
+        r"(cat|stack)\(\): argument 'tensors' \(position 1\) must be tuple of Tensors, not Tensor",
+        r"one tuple of tensors: torch.\1((a, b), dim=-1)",
+    ),
+    (
+        r"must be tuple of ints, but found element of type float",
+        "a size of a layer is a whole number: // in place of /",
+    ),
+    (
+        r"Expected tensor for argument #1 'indices' to have one of the following scalar types",
+        "an embedding takes whole numbers: x.long()",
+    ),
+    (
+        r"Boolean value of Tensor with more than one value is ambiguous",
+        "torch.where(condition, a, b) in place of `if`, or (condition).any()",
+    ),
+    (
+        r"initialize the default process group twice",
+        "leave out init_process_group: dtrain starts the ranks and connects them",
+    ),
+    (
         r"must be Tensor, not (ReLU|GELU|SiLU|Tanh|Sigmoid|Softmax|Dropout|LeakyReLU|ELU|Linear|LayerNorm)\b",
         r"nn.\1(…) makes a layer, and does not call it: self.layer = nn.\1(…) in __init__, then self.layer(x); or the "
         "function of torch.nn.functional",
@@ -105,7 +136,8 @@ HINTS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"backward through the graph a second time",
-        "a tensor of an earlier step is kept, for example in self: detach() it when it is kept",
+        "a tensor of an earlier step is kept, for example in self: detach() it when it is kept; or your code calls "
+        ".backward(), which dtrain does",
     ),
     (r"^'val'$", 'dataset() is called with "train" and with "val"; it may return None for "val"'),
     (
@@ -113,6 +145,34 @@ HINTS: tuple[tuple[str, str], ...] = (
         "compare the arguments of that function with the call (docs/your-own.md)",
     ),
 )  # fmt: skip
+
+
+# what people forget to import, by the names that they give it
+IMPORTS = {
+    "torch": "import torch", "nn": "from torch import nn", "F": "import torch.nn.functional as F",
+    "np": "import numpy as np", "pd": "import pandas as pd", "math": "import math", "os": "import os",
+    "random": "import random", "Path": "from pathlib import Path", "Tensor": "from torch import Tensor",
+    "optim": "from torch import optim", "json": "import json", "Dataset": "from torch.utils.data import Dataset",
+    "DataLoader": "from torch.utils.data import DataLoader", "partial": "from functools import partial",
+}  # fmt: skip
+
+
+def near_name(error: BaseException) -> str:
+    """Return the name that was probably meant by one that does not exist; "" if there is none."""
+    if type(error) is NameError and error.name and error.__traceback__:
+        frame = [*traceback.walk_tb(error.__traceback__)][-1][0]
+        if hasattr(frame.f_locals.get("self"), error.name):
+            return f"self.{error.name}"
+        if error.name in IMPORTS:
+            return f"{IMPORTS[error.name]}, at the top of the file"
+        there, prefix = [*frame.f_locals, *frame.f_globals, *dir(builtins)], ""
+    elif isinstance(error, AttributeError) and error.name and error.obj is not None:
+        there, prefix = dir(error.obj), "self." if isinstance(error.obj, nn.Module) else ""
+        prefix = f"{error.obj.__name__}." if isinstance(error.obj, ModuleType) else prefix
+    else:
+        return ""
+    near = difflib.get_close_matches(error.name, [name for name in there if name[:1] != "_"], 1, 0.75)
+    return f"did you mean {prefix}{near[0]}?" if near else ""
 
 
 def hint(error: BaseException) -> str:
@@ -127,5 +187,11 @@ def hint(error: BaseException) -> str:
             f"a smaller model or batch: this allocation alone is {size_text(asked)}, and {described(total)} "
             f"{size_text(total)}"
         )
+    if any(isinstance(one, bdb.BdbQuit) for one in chain(error)):
+        return "leave out breakpoint() and pdb: a rank has no terminal; what it prints is in its log"
+    if isinstance(error, EOFError) and "reading a line" in str(error):
+        return "leave out input(): a rank has no terminal"
+    if isinstance(error, FileNotFoundError) and error.filename and not os.path.isabs(str(error.filename)):
+        return f"the ranks run in {os.getcwd()}: a path from there, or Path(__file__).parent / {str(error.filename)!r}"
     found = ((re.search(words, text), fix) for words, fix in HINTS for text in texts)
     return next((match.expand(fix) for match, fix in found if match), "")

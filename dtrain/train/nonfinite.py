@@ -65,14 +65,14 @@ def error(run: Run, finished: FinishedStep) -> NonFiniteError | None:
     begin = finished.samples - run.cfg.train.global_batch_size
     try:
         if found := first_sample(run.train_data, begin):
-            return NonFiniteError(f"{what}. {found}\nFix: repair it, or leave it out of the data", {})
+            return NonFiniteError(f"{what}. {found}\n  fix: repair it, or leave it out of the data", {})
         place, in_fp32 = first_place(run, begin, math.isfinite(finished.loss), notes)
     except Exception:  # data and model are not the question then
         log.exception("the step could not be looked at again")
     if finished.overflow and not place and run.strategy.precision.scale >= 1:
         return None  # a run of a few steps, over before fp16's loss scale has settled
     fix, change = advice(run, finished, place, in_fp32)
-    raised = NonFiniteError(f"{what}{f'. {place}' if place else ''}\nFix: {fix}", change)
+    raised = NonFiniteError(f"{what}{f'. {place}' if place else ''}\n  fix: {fix}", change)
     for note in notes:
         raised.add_note(note)
     return raised

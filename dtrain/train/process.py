@@ -33,7 +33,7 @@ from dtrain.errors import bad
 from dtrain.runs import causes, source_lines
 from dtrain.runs.folder import write_json
 from dtrain.runs.protocol import ELASTIC, STOP_FILE, STOP_SIGNALS, note_leave
-from dtrain.train.hints import hint
+from dtrain.train.hints import hint, near_name
 from dtrain.util import collective, disk_space
 from dtrain.util.format import short_path
 
@@ -224,7 +224,7 @@ def message(error: BaseException, run_dir: Path) -> str:
     if printed := causes.sentence_of_exit(error):
         alone = 'the ranks import this file without its arguments: parse them under `if __name__ == "__main__":`'
         return f"{printed}\n  fix: {alone}"
-    todo = (hint(error) or under_main(error)) if "ix: " not in text else ""
+    todo = (hint(error) or under_main(error) or near_name(error)) if "ix: " not in text else ""
     return f"{text}\n  fix: {todo}" if todo else text
 
 

@@ -199,7 +199,7 @@ def test_a_stopped_run_that_saves_nothing_is_not_promised_a_resume(tmp_path: Pat
 
 
 def test_a_sweep_names_each_failed_point_with_its_cause_and_a_command(tmp_path: Path, capsys: Any) -> None:
-    bad = failure("NonFiniteError", "step 9: loss nan\nFix: a smaller optim.lr", change={"optim.lr": 0.001})
+    bad = failure("NonFiniteError", "step 9: loss nan\n  fix: a smaller optim.lr", change={"optim.lr": 0.001})
     for name, found in (("0-lr=1", bad), ("1-lr=2", failure("RuntimeError", "shapes", where=USERS)), ("2-lr=3", None)):
         run_dir = folder_of(tmp_path / "sweep" / name, found or failure("x", "y"))
         launch = {"launches": [{"overrides": ["data=x", f"optim.lr={name[-1]}"]}], "host": "elsewhere"}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from dtrain.config.files import TARGET
-from dtrain.train.hints import hint
+from dtrain.train.hints import hint, near_name
 from dtrain.train.setup import of_whole_batches
 
 
@@ -28,6 +31,54 @@ def test_shapes_that_do_not_fit_a_layer(fails: Callable[[], object], fix: str) -
     with pytest.raises(RuntimeError) as error:
         fails()
     assert fix in hint(error.value)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+
+    def misspelt(self) -> Any:
+        return self.lats
+
+    def without_self(self) -> Any:
+        return last  # type: ignore[name-defined] # noqa: F821
+
+    def train(self) -> Any:  # type: ignore[override]
+        return self
+
+
+def pandas() -> Any:
+    return importlib.import_module("pandas").Series([1, 2], index=[5, 6])[0]
+
+
+@pytest.mark.parametrize(
+    ("fails", "fix"),
+    [
+        (lambda: nn.Linear(4, 2)(nn.ReLU(torch.ones(4))), "nn.ReLU(…) makes a layer, and does not call it"),
+        (lambda: nn.Linear(4, 5 / 2), "// in place of /"),  # type: ignore[arg-type]
+        (lambda: torch.cat(torch.ones(2), torch.ones(2)), "torch.cat((a, b), dim=-1)"),  # type: ignore[call-overload]
+        (lambda: nn.Embedding(4, 4)(torch.ones(2)), "x.long()"),
+        (lambda: bool(torch.ones(2) > 0), "torch.where(condition, a, b)"),
+        (lambda: Net().eval(), "torch calls that method as train(mode)"),
+        (lambda: Path("data/no.csv").read_text(), "Path(__file__).parent / 'data/no.csv'"),
+        (pandas, ".iloc[i], or .to_numpy()"),
+        (lambda: Net().misspelt(), "did you mean self.last?"),
+        (lambda: Net().without_self(), "self.last"),
+        (lambda: torch.rellu(torch.ones(1)), "did you mean torch.relu?"),  # type: ignore[attr-defined]
+        (lambda: np, "import numpy as np, at the top of the file"),  # type: ignore[name-defined] # noqa: F821
+    ],
+)
+def test_mistakes_that_python_and_torch_name_without_a_fix(fails: Callable[[], object], fix: str) -> None:
+    with pytest.raises(Exception) as error:
+        fails()
+    assert fix in (hint(error.value) or near_name(error.value))
+
+
+def test_a_name_that_is_like_no_other_has_no_hint() -> None:
+    with pytest.raises(NameError) as error:
+        nothing_like_it  # type: ignore[name-defined] # noqa: B018, F821
+    assert near_name(error.value) == ""
 
 
 @pytest.mark.parametrize(
