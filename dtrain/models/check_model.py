@@ -95,6 +95,10 @@ def check_trains(model: nn.Module) -> None:
     frozen = [weight for weight, _ in model.named_parameters()]
     rule = "has no parameters, so there is nothing to train"
     fix = f"layers as attributes: self.layer = nn.Linear(…) in {name}.__init__"
+    shared = [part for part, value in vars(type(model)).items() if isinstance(value, nn.Module)]
+    if shared:
+        rule = f"has no parameters: {', '.join(shared)} belong to the class, and PyTorch sees those of an object"
+        fix = f"self.{shared[0]} = … in {name}.__init__, after super().__init__()"
     if frozen:
         rule = f"has no parameter to train: all {len(frozen)} have requires_grad=False"
         fix = f"leave out requires_grad_(False) for some of them, for example {frozen[-1]}"

@@ -184,6 +184,8 @@ def mismatch(name: str, outputs: Tensor, targets: Tensor) -> ValueError:
     fix = "change the model's outputs or the data's targets"
     if of_classes and is_float and 1 in (outputs.dim(), outputs.shape[-1]):
         fix = "loss=mse, to predict these numbers"
+    elif not outputs.is_floating_point():
+        fix = "return the scores from forward, floating point numbers: without argmax, .long() and comparisons"
     elif of_classes and outputs.dim() == 1:
         fix = "as many outputs for each sample as there are classes"
     elif of_classes and one_each and is_float:
