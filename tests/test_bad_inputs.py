@@ -228,7 +228,7 @@ CASES = [
     case("launch pretrained={world}/text.txt", "fix: init_from=FOLDER, a run or one that"),
     case("launch checkpoint=latest", "checkpoint=latest: is a section", "fix: resume=latest\n"),
     case("launch checkpoint=100", "fix: checkpoint.every=100\n"),
-    case("launch checkpoint.path=some", "checkpoint.path: there", "fix: resume=some "),
+    case("launch checkpoint.path=some", "fix: run_dir=some "),
     case("launch checkpoint.dir=some", "fix: run_dir=some "),
     case("launch fsdp_sharding_strategy=FULL_SHARD", "fix: strategy=fsdp "),
     case("launch train.optimizer=adam", "fix: optim=torch.optim.Adam, or optim=adamw\n"),

@@ -292,7 +292,8 @@ def unknown_setting(name: str, value: str, argv: Sequence[str] = ()) -> str:
         return f"{name}: there is no such setting\n  fix: strategy={stage}{file}   ({note})"
     ours, leaf = foreign(name), name.rpartition(".")[2]
     if ours == "resume" and name.startswith("checkpoint.") and value and not Path(value).exists():  # where to save
-        ours = "run_dir"
+        note = "where the run is saved; resume=RUN continues one"
+        return f"{name}: there is no such setting\n  fix: run_dir={value}   ({note})"
     if leaf == "warmup_ratio" and (steps := steps_of(value, argv)):
         return f"{name}: there is no such setting\n  fix: schedule.warmup_steps={steps}   (a number of steps)"
     if leaf in GROUPS and leaf != name and (taken := accepted(leaf, value)):  # trainer.precision=16-mixed
