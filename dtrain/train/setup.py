@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator
@@ -54,6 +55,10 @@ from dtrain.util.collective import from_rank_0
 from dtrain.util.format import short_path, start_text
 
 FIX = "\n  fix: "
+# settings of a run folder that are repeated in a command to paste: the folder may be someone else's
+PLAIN = re.compile(
+    r"(model|data|loss|optim|schedule|strategy|precision|train|checkpoint)(\.\w+)*=[\w.+-]+|cluster(\.processes)?=[\w-]+"
+)
 FORKED = "is_forked"  # of what load_newest returns: it is the first checkpoint of a fork, saved by another run
 
 
@@ -434,7 +439,7 @@ def of_changed_model(cfg: Settings, path: Path, error: ValueError) -> ValueError
     typed: dict[str, str] = {}
     for word in (*launches[0].get("overrides", ()), *launches[-1].get("overrides", ())):
         key = word.lstrip("+").partition("=")[0]
-        if key not in ("resume", "resume_allow", "recipe", "run_dir", "fork", "name"):
+        if PLAIN.fullmatch(word.lstrip("+")):
             typed[key] = word.lstrip("+")
     new = next(name for n in itertools.count(2) if not (name := run_dir.with_name(f"{run_dir.name}-{n}")).exists())
     command = shlex.join(["launch", *typed.values(), f"run_dir={short_path(new)}"])
