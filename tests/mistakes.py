@@ -155,7 +155,7 @@ DATA = [
     edit("a collate function that does not transpose", 2, "def my_loss",
          "def pairs(batch):\n    x, y = batch\n    return x, y\n\n\ndef loader():\n    data = [*zip(*Samples(0, 64)"
          ".batch(slice(64)))]\n    return torch.utils.data.DataLoader(data, collate_fn=pairs)\n\n\ndef my_loss",
-         "collate_fn gets a list of samples", "fix: inputs, targets = zip(*batch)", "net.py:40 in pairs",
+         "collate_fn gets a list of samples", "fix: inputs, targets = default_collate(batch)", "net.py:40 in pairs",
          argv="data=net.loader train.eval_batches=0"),
     edit("a stream of batches", 2, "def my_loss",
          "class Stream(torch.utils.data.IterableDataset):\n    def __iter__(self):\n        while True:\n"

@@ -42,7 +42,7 @@ def collated(
             if not isinstance(samples[0], (tuple, list)) or len(samples) == len(samples[0]):
                 raise
             text = f"collate_fn gets a list of samples, here {len(samples)}, each of {len(samples[0])} parts: {error}"
-            raise bad("data", name, text, "inputs, targets = zip(*batch)") from error
+            raise bad("data", name, text, "inputs, targets = default_collate(batch), of torch.utils.data") from error
     if collate is None:
         samples = [plain(sample, "", notes) for sample in samples]
     first = samples[0]

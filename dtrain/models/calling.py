@@ -220,6 +220,10 @@ def own_loss(model: nn.Module) -> Callable[..., Any]:
                 "model", name, f"forward returned {kind_of(returned)}, which has no gradient", type(self).forward
             )
         loss = loss_in(self, returned, "model", name, type(self).forward)
+        if self.training and loss.numel() != 1:
+            rule = f"forward returned {losses.described(loss)}, and with loss=own it returns the loss, one number"
+            fix = "loss=cross_entropy, if these are scores; or return the mean loss"
+            raise at_return(bad("model", name, rule, fix), type(self).forward)
         if not torch.compiler.is_compiling() and lacks_gradient(self, loss):
             raise without_gradient(self, "the loss")
         return loss

@@ -146,7 +146,7 @@ def of_own_loss(run: Run, inputs: Any, targets: Any) -> Exception | None:
             rule = f"{called} computes the loss itself, of the inputs and the targets, and gets the inputs alone"
             if value.dim():
                 rule = f"{called} works with the inputs and the targets, and gets the inputs alone"
-                fix = "def forward(self, x), without the targets"
+                fix = "def forward(self, x), and nothing in it that unpacks or uses the targets"
             return at_def(bad("loss", chosen, rule, fix), type(module).forward)
     return None
 
@@ -185,7 +185,7 @@ def of_unpacking(run: Run) -> Exception | None:
     if len(call.names) != 1 or call.names[0] not in unpacked:
         return None
     rule = f"{call.name}.forward({call.names[0]}) unpacks what it gets, which are the inputs alone"
-    fix = "loss=own if forward returns the loss, or def forward(self, x) without the targets"
+    fix = "loss=own if forward returns the loss; if not, def forward(self, x), which unpacks nothing"
     return at_def(bad("loss", run.cfg.choices.get("loss") or run.cfg.loss[TARGET], rule, fix), function)
 
 

@@ -179,7 +179,7 @@ def test_a_loss_without_a_gradient(is_compiled: bool) -> None:
     [
         (OwnLoss, "loss=own"),
         (OwnLossOfPair, "loss=own, and `batch` as the name of that argument"),
-        (Unpacks, "def forward(self, x), without the targets"),
+        (Unpacks, "def forward(self, x), and nothing in it that unpacks or uses the targets"),
     ],
 )
 def test_a_model_that_takes_the_targets_under_a_loss(model: type[Net], fix: str) -> None:
