@@ -241,14 +241,14 @@ def unknown(
     ours = foreign(key)
     if ours in known:
         return ValueError(f"{key}: there is no such setting\n  fix: {ours}={value or '…'}   (dtrain explain {ours})")
-    for names, note in OURS.items():
-        if leaf.lower() in names.split():
-            return ValueError(f"{key}: there is no such setting\n  fix: leave out {key}; {note}")
     for fix, (theirs, note) in OTHERWISE.items():
         if {leaf.lower(), key.lower()} & {*theirs.split()} and {word.partition("=")[0] for word in fix.split()} <= set(
             known
         ):
             return ValueError(f"{key}: there is no such setting\n  fix: {fix}   ({note})")
+    for names, note in OURS.items():
+        if leaf.lower() in names.split():
+            return ValueError(f"{key}: there is no such setting\n  fix: leave out {key}; {note}")
     near = [k for k in known if k.rpartition(".")[2] == leaf]  # lr is meant as optim.lr, not as logger
     near += [k for k in difflib.get_close_matches(key, known, 3, 0.5) if k not in near and are_alike(k, key)]
     near = [k for k in near if likeness(k, key) > likeness(near[0], key) - 0.05]  # train.stpes is not train.spike

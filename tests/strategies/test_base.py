@@ -107,7 +107,7 @@ def test_nonfinite_stops_before_the_update_and_is_never_saved(value: str, strate
     )
     assert train(run, size, {"PYTHONPATH": str(tmp_path)}) == [3] * size
     note = json.loads((run / "logs" / "failure-0.json").read_text())
-    assert note["type"] == "NonFiniteError" and "step 6" in note["message"] and "Fix:" in note["message"]
+    assert note["type"] == "NonFiniteError" and "step 6" in note["message"] and "\n  fix: " in note["message"]
     assert store.checkpoints(run / "checkpoints")[0].name == "step-00000005"
     for path in store.checkpoints(run / "checkpoints"):
         assert all(t.isfinite().all() for _, t in store.weights(path))
