@@ -4,6 +4,7 @@ Most go through `dtrain.cli.main` in this process, for speed; some through a rea
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -609,6 +610,15 @@ RESUMES = [  # of a run of these classes
     case("trust=[my_pkg] model=my_pkg.net.Inherits", "fix: leave out model: the saved weights"),
     case("trust=[my_pkg] model.hidden=abc", "model.hidden=abc: must be a whole number"),
 ]
+
+
+def test_a_run_folder_whose_run_is_done(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(world / "run", tmp_path / "run")
+    (tmp_path / "run" / "summary.json").write_text('{"status": "done"}')
+    for number in (2, 3):
+        code = main(["launch", f"run_dir={tmp_path}/run"])
+        check_message(code, *capsys.readouterr(), ("already has a run", f"fix: run_dir={tmp_path}/run-{number}; to"))
+        (tmp_path / "run-2").mkdir(exist_ok=True)
 
 
 @pytest.mark.parametrize(("argv", "words"), RESUMES)

@@ -65,7 +65,10 @@ def check_resume(
 
         shapes = [key for key in changed if changes_shapes(key, before, after)]
         rest = [key for key in changed if key not in shapes]
-        fix = f"{leave_out(changed)}, or allow what changed: 'resume_allow=[{','.join([*allow, *changed])}]'"
+        allowed = f"'resume_allow=[{','.join([*allow, *changed])}]'"
+        fix = f"{leave_out(changed)}, or allow what changed: {allowed}"
+        if is_longer(before, after) and asked_step(new) is None and read_summary(run_dir).get("status") == "done":
+            fix = f"{allowed}, which allows what changed"  # without more steps, nothing is left to do
         if shapes:  # allowing them would only fail later
             is_ours = str(after.get("model._target_")).startswith("dtrain.")
             fix = f"{leave_out(shapes)}: the saved weights {'' if is_ours else 'probably '}have other shapes"
@@ -76,6 +79,12 @@ def check_resume(
             f"resume={os.path.relpath(run_dir)}: these settings differ from the run's own, "
             f"and would change what it computes\n{diff}\n  fix: {fix}"
         )
+
+
+def is_longer(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Is more asked for than the run had, in steps or epochs?"""
+    pairs = [(before.get(key), after.get(key)) for key in ("train.steps", "train.epochs")]
+    return any(a is not None and a != b and (b is None or a > b) for b, a in pairs)
 
 
 def changes_shapes(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:

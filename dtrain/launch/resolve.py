@@ -36,7 +36,7 @@ from dtrain.launch import fork, sweeps
 from dtrain.launch.options import AUTO
 from dtrain.launch.resume_arguments import read_config
 from dtrain.plan import free_space
-from dtrain.runs.folder import locked
+from dtrain.runs.folder import locked, read_summary
 from dtrain.util import disk_space
 from dtrain.util.format import argument
 
@@ -70,6 +70,8 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         check_resumes(config, run_dir, typed, in_sweep)
     elif (run_dir / "launch.json").exists():
         fix = f"{argument('resume', config['run_dir'])}, or another run_dir"
+        if read_summary(run_dir).get("status") == "done":  # nothing is left to resume
+            fix = f"{free_name(config['run_dir'])}; to train on, resume= with more steps"
         raise bad("run_dir", config["run_dir"], "this folder already has a run", fix)
     elif config.get("fork"):
         old = read_config(fork.parse(config["fork"]).run_dir)
@@ -126,9 +128,7 @@ def check_folder(config: dict[str, Any], run_dir: Path) -> None:
         rule = f"lies inside the folder of another run, {outer}"
         raise bad("run_dir", config["run_dir"], rule, "leave out run_dir=, or choose one elsewhere")
     if run_dir.is_dir() and not config["resume"] and any(p.name != ".hydra" for p in run_dir.iterdir()):
-        names = (f"{config['run_dir']}-{number}" for number in itertools.count(2))
-        fix = argument("run_dir", next(name for name in names if not Path(name).exists()))
-        raise bad("run_dir", config["run_dir"], "the folder is not empty and has no run", fix)
+        raise bad("run_dir", config["run_dir"], "the folder is not empty and has no run", free_name(config["run_dir"]))
     writable = next(p for p in (run_dir, *run_dir.parents) if os.path.lexists(p))
     try:
         tempfile.TemporaryFile(dir=writable).close()  # the only reliable check, also for root and read-only mounts
@@ -139,6 +139,12 @@ def check_folder(config: dict[str, Any], run_dir: Path) -> None:
         raise bad(
             "run_dir", config["run_dir"], rule, "leave out run_dir=, or choose one that you can write to"
         ) from error
+
+
+def free_name(run_dir: str) -> str:
+    """Return run_dir= with a name like this one that no folder has."""
+    names = (f"{run_dir}-{number}" for number in itertools.count(2))
+    return argument("run_dir", next(name for name in names if not Path(name).exists()))
 
 
 def plain_values(cfg: DictConfig) -> dict[str, Any]:

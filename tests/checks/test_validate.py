@@ -500,6 +500,15 @@ def test_a_refused_resume_names_all_that_changed(base: dict[str, Any], tmp_path:
     check_resume(base, new, ["train.steps", "optim.lr", "train.seed"], tmp_path)
 
 
+def test_more_steps_for_a_run_that_is_done_are_to_be_allowed(base: dict[str, Any], tmp_path: Path) -> None:
+    new = changed(base, train__steps=base["train"]["steps"] + 9)
+    fixes = {"running": "leave out train.steps, or", "done": "'resume_allow=[train.steps]', which allows"}
+    for status, fix in fixes.items():
+        (tmp_path / "summary.json").write_text(json.dumps({"status": status}))
+        with pytest.raises(ValueError, match=f"fix: {re.escape(fix)}"):
+            check_resume(base, new, [], tmp_path)
+
+
 def test_a_setting_that_came_or_went_counts_as_changed(base: dict[str, Any], tmp_path: Path) -> None:
     new = copy.deepcopy(base)
     del new["model"]["dropout"]
