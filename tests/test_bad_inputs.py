@@ -498,6 +498,9 @@ class Acc:
 class Plain:
     def forward(self, x):
         return x
+
+def with_model(outputs, targets, model):
+    return outputs.mean()
 """
 MINE = "launch model=my_pkg.net.Net data=my_pkg.net.Points loss=my_pkg.net.loss"
 OWN_CASES = [
@@ -525,6 +528,13 @@ OWN_CASES = [
     case(f"{MINE} model.hidden=1,2", "error: model.hidden=1,2", "fix: model.hidden=1, or -m model.hidden=1,2"),
     case(f"{MINE} model.hidden=[1", "error: model.hidden=[1"),
     case(f"{MINE}ed", "my_pkg/net.py has no lossed", "did you mean loss=my_pkg.net.loss?"),
+    case("launch loss=my_pkg.net.with_model", "and no model", "fix: leave out model: optim.weight_decay=1e-4"),
+    case("launch -- model=my_pkg.net.Net(hidden=32)", "not understood", "fix: model=my_pkg.net.Net model.hidden=32\n"),
+    case("launch -- model=Net(32,rate=1e-1)", "fix: model=my_pkg.net.Net model.hidden=32 model.rate=0.1\n"),
+    case("launch -- optim=torch.optim.SGD(0.1)", "fix: optim=torch.optim.SGD optim.lr=0.1\n"),
+    case("launch -- loss=my_pkg.net.weighted([1,2])", "fix: loss=my_pkg.net.weighted 'loss.weight=[1,2]'\n"),
+    case("launch -- optim=adamw(betas=(0.9,0.95))", "fix: optim=adamw 'optim.betas=[0.9,0.95]'\n"),
+    case("launch strategy=torch.nn.parallel.DistributedDataParallel", "no strategy of dtrain", "fix: strategy=ddp\n"),
     case("launch loss=my_pkg.net.weighted", "my_pkg/net.py:29: weighted(", "fix: loss.weight=…, or a default"),
     case("launch loss=my_pkg.net.OneArgument", "OneArgument.forward(outputs)", "def forward(self, outputs, targets)"),
     case("launch schedule=my_pkg.net.ramp", "my_pkg/net.py:36: ramp(step) is called", "def ramp(step, steps)"),

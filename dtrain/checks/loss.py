@@ -11,6 +11,7 @@ from dtrain.errors import bad
 from dtrain.models.losses import FIX, OWN
 
 TARGETS = ("target", "targets", "label", "labels", "y")  # names of an argument of forward()
+MODELS = ("model", "net", "network", "module")  # of a loss: no setting is one
 
 
 def check(config: dict[str, Any]) -> None:
@@ -81,6 +82,9 @@ def check_loss_call(
     keyword = [a.arg for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
     required = [*names[: len(names) - len(args.defaults)][2:], *keyword]
     if more := [one for one in required if one not in given and one != "training"]:
+        if more[0] in MODELS:
+            fix = f"leave out {more[0]}: optim.weight_decay=1e-4 is an L2 norm; or a model that returns its loss, loss=own"
+            raise bad("loss", chosen, f"{where}: a loss gets outputs and targets, and no model", fix)
         rule = f"{where} is called with outputs and targets, and {more[0]} has no value"
         first = "" if skip else f"loss.{more[0]}=…, or "
         raise bad("loss", chosen, rule, f"{first}a default in the signature: {more[0]}=…")

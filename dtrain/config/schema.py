@@ -32,7 +32,7 @@ from dtrain.config.files import section as section_of
 from dtrain.config.ranges import check_ranges
 from dtrain.config.source import exports, find, source_of
 from dtrain.config.untrusted import check_target, check_targets
-from dtrain.errors import bad, unknown
+from dtrain.errors import bad, foreign_option, unknown
 
 CHOICES = {
     "compile": ("auto", "blocks", "whole", "none", True, False),
@@ -152,6 +152,9 @@ def check_section(name: str, section: Any, trust: Iterable[str]) -> None:
         raise bad(name, section, "must name what to build in `_target_`", f"choose an option of conf/{group}/")
     target = section["_target_"]
     check_target(name, section)
+    if group == "strategy" and target.startswith("torch."):  # DistributedDataParallel, which wraps a model
+        fix = foreign_option(group, target.rpartition(".")[2]) or "strategy=ddp"
+        raise bad(group, target, "is torch's own, and no strategy of dtrain", fix)
     if group == HOOKS and allowed(target, trust) and isinstance(source_of(target), ast.FunctionDef):
         rule = "is a function, and a hook is a class with the methods that dtrain calls"
         raise bad(HOOKS, target, rule, "a class with one of these methods: docs/your-own.md#hooks has examples")

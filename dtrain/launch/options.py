@@ -10,6 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from dtrain.config.files import SEVERAL, options_of
+from dtrain.config.hydra_errors import called
 from dtrain.errors import bad, foreign_option
 
 AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/launch/auto.py)
@@ -30,7 +31,9 @@ def named(value: str) -> list[str]:
 
 
 def no_option(group: str, value: str) -> ValueError:
-    """Explain what cannot be the name of an option: nothing, null, a list, a path, a file."""
+    """Explain what cannot be the name of an option: nothing, null, a list, a path, a file, a call."""
+    if fix := called(group, value):
+        return bad(group, value, "is not understood as key=value", fix)
     options = sorted({*options_of(group), *([AUTO] if group == "strategy" else [])})
     can, stem = f"{group} can be {', '.join(options)}", Path(value).stem
     is_listed = bool(re.search(r"[\[\]]", value))

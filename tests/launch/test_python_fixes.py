@@ -96,6 +96,8 @@ CALLS = {  # what is typed besides a model, data and a loss, and its fix
     'lr_scheduler=torch.optim.lr_scheduler.StepLR': 'schedule="step"',
     'callbacks=[EarlyStopping()]': 'hooks="early_stop"',
     'strategy=DDPStrategy()': 'strategy="ddp"',
+    'strategy=torch.nn.parallel.DistributedDataParallel': 'strategy="ddp"',
+    'strategy=torch.nn.DataParallel': 'strategy="ddp"',
     'checkpoint=False': 'checkpoint={"save": False}',
     'optim=("adamw", {"lr": "1e-3"})': 'optim=("adamw", {"lr": 0.001})',
     'logger=["tb"]': 'logger="tensorboard"',
