@@ -83,7 +83,7 @@ def check_loss_call(
     required = [*names[: len(names) - len(args.defaults)][2:], *keyword]
     if more := [one for one in required if one not in given and one != "training"]:
         if more[0] in MODELS:
-            fix = f"leave out {more[0]}: optim.weight_decay=1e-4 is an L2 norm; or a model that returns its loss, loss=own"
+            fix = f"leave out {more[0]}: optim.weight_decay=1e-4 is an L2 norm; or loss=own, the model's own loss"
             raise bad("loss", chosen, f"{where}: a loss gets outputs and targets, and no model", fix)
         rule = f"{where} is called with outputs and targets, and {more[0]} has no value"
         first = "" if skip else f"loss.{more[0]}=…, or "

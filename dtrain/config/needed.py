@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.files import CONF, GROUPS, SEVERAL, default_options, options_of, read_yaml
+from dtrain.config.source import data_beside
 
 REFERENCE = re.compile(r"\$\{(\w+)\.\w+\}")
 
@@ -64,11 +65,19 @@ def missing(error: Exception, choices: Mapping[str, Any], cfg: Any, typed: Itera
     is_length = chosen == "hf" and key == "data.seq_len"  # its folder knows the length
     usual = 128 if key == "data.seq_len" else "…"  # text data for a user's model that defines no sequence length
     value = (sequence_length(str(cfg["model"].get("path"))) if is_length else None) or usual
+    typed = list(typed)
     values = " ".join([f"{key}={value}", *(f"{name}=…" for name in needed(typed) if name != key)])
     fix = f"{values}, or your own {section}: {section}=MODULE.NAME (docs/your-own.md), or one of dtrain's models"
+    rule = f"refers to {asked[1]}, which {group}={chosen} does not have"
+    is_default = key == "data.seq_len" and not any(re.match(r"\+*data=", word) for word in typed)
+    if group == "model" and is_default and chosen not in options_of(group):  # forgotten: who has token data says so
+        rule += f"; data= is not given, and {choices.get('data')} gives tokens"
+        fix = (
+            f"data={data_beside(str(chosen)) or 'MODULE.NAME'}, your own data (docs/your-own.md); for tokens, {values}"
+        )
     if group == "model" and chosen in options_of(group) and not is_length:  # it cannot take such samples
         fix = f"data={data_of(str(chosen))}, or another model"
-    return f"{key}: refers to {asked[1]}, which {group}={chosen} does not have\n  fix: {fix}"
+    return f"{key}: {rule}\n  fix: {fix}"
 
 
 def with_needed(error: ValueError, typed: Iterable[str]) -> ValueError:

@@ -474,6 +474,49 @@ def likely(key: str, file: Path) -> list[str]:
     return [n.name for n in functions if n.args.args[0].arg != "step"] if key == "loss" else []
 
 
+def data_beside(target: str) -> str:
+    """What to type for the data that the file of a class also defines; "" if nothing there is known to be data."""
+    module = target.rpartition(".")[0]
+    spec = spec_of(module) if own_file(module.partition(".")[0]) else None
+    nodes = definitions(Path(spec.origin)) if spec and spec.origin else []
+    kinds = [node.name for node in nodes if isinstance(node, ast.ClassDef) and is_data(node)]
+    made = (*kinds, "DataLoader", "TensorDataset", "load_dataset")
+
+    def gives_data(node: Definition) -> bool:
+        values = [part.value for part in ast.walk(node) if isinstance(part, ast.Return)]
+        if isinstance(node, ast.ClassDef) or len(values) != 1:
+            return False
+        if isinstance(made_here := values[0], ast.Dict):
+            parts = zip(made_here.keys, made_here.values, strict=True)
+            train = [part for key, part in parts if isinstance(key, ast.Constant) and key.value == "train"]
+            return bool(train) and not isinstance(train[0], (ast.Dict, ast.Constant))  # and no settings
+        return isinstance(made_here, ast.Call) and ast.unparse(made_here.func).rpartition(".")[2] in made
+
+    ready = [node for node in nodes if not needs_arguments(node)]
+    found = [node.name for node in ready if gives_data(node)] + [node.name for node in ready if node.name in kinds]
+    return f"{module}.{found[0]}" if found else ""
+
+
+def is_data(node: ast.ClassDef) -> bool:
+    """Does a class say that it is a data set, or gives data sets?"""
+    bases = any(ast.unparse(base).endswith("Dataset") for base in node.bases)
+    return bases or any(getattr(one, "name", "") == "dataset" for one in node.body)
+
+
+def needs_arguments(node: Definition) -> bool:
+    """Does a function, or the constructor of a class, take more than split= or train=, which dtrain gives?"""
+    function: ast.stmt | None = node
+    if isinstance(node, ast.ClassDef):
+        function = next((n for n in node.body if getattr(n, "name", "") == "__init__"), None)
+    if not isinstance(function, ast.FunctionDef):
+        return False
+    args = function.args
+    names = [one.arg for one in (*args.posonlyargs, *args.args)]
+    required = names[: len(names) - len(args.defaults)][function is not node :]
+    keyword = [one.arg for one, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
+    return any(name not in ("split", "train") for name in (*required, *keyword))
+
+
 def names_in(file: Path) -> list[str]:
     return [node.name for node in definitions(file)]
 
