@@ -528,7 +528,9 @@ OWN_CASES = [
     case(f"{MINE} model.hidden=1,2", "error: model.hidden=1,2", "fix: model.hidden=1, or -m model.hidden=1,2"),
     case(f"{MINE} model.hidden=[1", "error: model.hidden=[1"),
     case(f"{MINE}ed", "my_pkg/net.py has no lossed", "did you mean loss=my_pkg.net.loss?"),
-    case("launch model=my_pkg.net.Net", "data= is not given", "fix: data=my_pkg.net.Points, your", "data.seq_len=128\n"),
+    case(
+        "launch model=my_pkg.net.Net", "data= is not given", "fix: data=my_pkg.net.Points, your", "data.seq_len=128\n"
+    ),
     case("launch model=my_pkg.net.Net data=text data.path=.", "data.seq_len: refers", "fix: data.seq_len=128, or"),
     case("launch loss=my_pkg.net.with_model", "and no model", "fix: leave out model: optim.weight_decay=1e-4"),
     case("launch -- model=my_pkg.net.Net(hidden=32)", "not understood", "fix: model=my_pkg.net.Net model.hidden=32\n"),

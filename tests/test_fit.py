@@ -385,7 +385,7 @@ def closure() -> Any:
         ({"model": (Outer, {3: 1})}, r"model=\{3: …\}: a setting's name must be text"),
         (
             {"model": Outer},
-            r"data\.seq_len: refers to model\.seq_len, which .* does not have.*\n  fix: data=.*; for tokens, data={\"seq_len\": 128}",
+            r"which .* does not have; data= is not given, .*\n  fix: data=.*; for tokens, data={\"seq_len\": 128}",
         ),
         ({"model": (Outer, {"dim": 3}), "data": Outer}, r"model\.dim: there is no such setting"),
         ({"train": {"stpes": 3}}, r"train\.stpes: there is no such setting\n  fix: did you mean steps=3\?"),

@@ -218,6 +218,7 @@ def adapted(name: str, data: Any, again: Callable[[], Any] | None = None, functi
     if isinstance(data, tuple) and data and all(map(is_array, data)):
         return Arrays(name, data, function)
     refuse_columns(name, data, function)
+    refuse_class(name, data, function)
     if isinstance(data, nn.Module):
         raise bad("data", name, f"is a model ({type(data).__name__}), not data", f"model={name}")
     reader = reader_of(data, collate, function)
@@ -231,6 +232,20 @@ def adapted(name: str, data: Any, again: Callable[[], Any] | None = None, functi
         raise without_length(name, type(data))
     gave = "nothing: it has no return" if data is None else kind_of(data)
     raise bad("data", name, f"gave {gave}, but data must be {KINDS}", f"change what {name} returns")
+
+
+def refuse_class(name: str, data: Any, function: Any) -> None:
+    """Reject `return Rings` where `return Rings()` is meant; an enumeration's own class could be read."""
+    if not isinstance(data, type) or hasattr(type(data), "__iter__") or hasattr(type(data), "__getitem__"):
+        return
+    try:
+        parameters = list(inspect.signature(data).parameters.values())
+    except (TypeError, ValueError):  # a builtin
+        parameters = []
+    needs = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    rule = f"gave the class {data.__name__}, not an object of it"
+    made = f"{data.__name__}({', '.join(f'{one}=…' for one in needs)})"
+    raise at_return(bad("data", name, rule, f"return {made}, not {data.__name__}"), function)
 
 
 def without_length(name: str, kind: Any) -> ValueError:

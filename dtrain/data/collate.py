@@ -43,7 +43,10 @@ def collated(
                 raise
             text = f"collate_fn gets a list of samples, here {len(samples)}, each of {len(samples[0])} parts: {error}"
             raise bad("data", name, text, "inputs, targets = default_collate(batch), of torch.utils.data") from error
+    written: list[str] = []
     if collate is None:
+        fields = samples[0] if isinstance(samples[0], Mapping) else {}
+        written = [str(key) for key, value in fields.items() if isinstance(value, str)]
         samples = [plain(sample, "", notes) for sample in samples]
     first = samples[0]
     try:
@@ -56,7 +59,7 @@ def collated(
             raise
         fix = "give all samples the same parts and shapes, or return DataLoader(dataset, collate_fn=…), which pads them"
         raise at_return(bad("data", name, rule, fix), reader) from error
-    return as_batch(batch, notes)
+    return as_batch(batch, notes, written)
 
 
 def difference(samples: list[Any], part: str = "") -> str:
@@ -106,8 +109,11 @@ def plain(node: Any, name: str, notes: dict[str, None]) -> Any:
     return [plain(value, name, notes) for value in node] if isinstance(node, list) else node
 
 
-def as_batch(batch: Any, notes: dict[str, None]) -> Batch:
-    """Split a collated batch into inputs and targets: the last of a tuple, or the field `labels` of a dict."""
+def as_batch(batch: Any, notes: dict[str, None], text: Sequence[str] = ()) -> Batch:
+    """Split a collated batch into inputs and targets: the last of a tuple, or the field `labels` of a dict.
+
+    text: the fields that were left out of it, because they are text.
+    """
     if isinstance(batch, Fields):
         return batch, no_targets(len(batch))
     if isinstance(batch, Mapping):
@@ -120,7 +126,12 @@ def as_batch(batch: Any, notes: dict[str, None]) -> Batch:
         values = {name: value for name, value in fields.items() if name != target}
         if not values:
             fix = "return e.g. {'inputs': …, 'labels': …} from the data set or collate function"
-            raise bad("data", "…", f"a batch has no inputs: its fields are {', '.join(map(str, batch)) or 'none'}", fix)
+            rule = f"a batch has no inputs: its fields are {', '.join(map(str, batch)) or 'none'}"
+            if text:
+                rule += f"; left out, because it is text: {', '.join(text)}"
+                made = f"tokenizer(row[{text[0]!r}], truncation=True, padding='max_length', max_length=128)"
+                fix = f"tokenize it first: data.map(lambda row: {made}) of a Hugging Face data set"
+            raise bad("data", "…", rule, fix)
         inputs: Any = Fields(values, target)
         return inputs, no_targets(len(inputs)) if target is None else targets_of(fields[target])
     if isinstance(batch, Sequence) and not isinstance(batch, str):

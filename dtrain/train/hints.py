@@ -180,6 +180,10 @@ def hint(error: BaseException) -> str:
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, KeyError) and any("/pandas/core/" in file for file in files):
         return "pandas looks up labels, not places: .iloc[i], or .to_numpy() once in __init__"
+    if files[-1:] and files[-1].endswith("torch/utils/data/dataset.py"):
+        made = [*traceback.walk_tb(error.__traceback__)][-1][0].f_code.co_names
+        if "size" in made and re.search(r"object is not callable|has no attribute 'size'", str(error)):
+            return "TensorDataset takes tensors: torch.from_numpy(…) for each array, torch.tensor(…) for each list"
     texts = [str(one) for one in chain(error)]
     asked = max((int(size[1]) for text in texts if (size := ALLOCATION.search(text))), default=0)
     if asked > (total := total_bytes()):  # no number of ranks helps

@@ -184,6 +184,26 @@ def test_other_things_are_refused(data: str, words: str) -> None:
         open_data({"_target_": f"{ME}.{data}"}, [ME]).dataset("train")
 
 
+def test_a_class_in_place_of_its_object_is_refused() -> None:
+    for data in (mine.Dicts, {"train": mine.Dicts, "val": None}):
+        parts = splits_of("d", data)
+        with pytest.raises(ValueError, match=r"d: gave the class Dicts, not an object.*\n  fix: return Dicts\(\)"):
+            adapted("d", parts["train"])
+
+
+def test_text_that_is_not_tokenized_is_named() -> None:
+    rows = [{"text": "a good film", "label": 1}] * 2
+    with pytest.raises(
+        ValueError, match=r"no inputs: .*it is text: text\n  fix: tokenize it first: data\.map\("
+    ) as caught:
+        collated(rows, None, {}, "d")
+    assert "return e.g." not in str(caught.value)
+    with pytest.raises(ValueError, match=r"fix: return e\.g\."):
+        collated([{"label": 1}] * 2, None, {}, "d")
+    inputs, _ = collated([row | {"input_ids": [1, 2]} for row in rows], None, {}, "d")
+    assert list(inputs.values) == ["input_ids"]
+
+
 def test_the_class_without_a_length_is_shown() -> None:
     with pytest.raises(ValueError, match=r"fix: add __len__\(self\), .*; or make it an IterableDataset") as caught:
         adapted("d", mine.NoLength())

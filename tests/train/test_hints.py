@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from numpy import ones as np_ones
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from dtrain.config.files import TARGET
 from dtrain.train.hints import hint, near_name
@@ -62,6 +64,8 @@ def pandas() -> Any:
         (lambda: bool(torch.ones(2) > 0), "torch.where(condition, a, b)"),
         (lambda: Net().eval(), "torch calls that method as train(mode)"),
         (lambda: Path("data/no.csv").read_text(), "Path(__file__).parent / 'data/no.csv'"),
+        (lambda: TensorDataset(np_ones(4), np_ones(4)), "torch.from_numpy(…) for each array"),  # type: ignore[arg-type]
+        (lambda: TensorDataset([1, 2]), "torch.tensor(…) for each list"),  # type: ignore[arg-type]
         (pandas, ".iloc[i], or .to_numpy()"),
         (lambda: Net().misspelt(), "did you mean self.last?"),
         (lambda: Net().without_self(), "self.last"),
