@@ -18,14 +18,8 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """Import `fit` or `load` on first use: every rank and every command imports this file first."""
-    if name in ("Trainer", "Accelerator", "Fabric", "LightningModule", "initialize"):  # of other programs
-        # as an ImportError: `from dtrain import Trainer` replaces the text of an AttributeError by its own
-        raise ImportError(f"dtrain has no {name}\n  fix: dtrain.fit(model=Net, data=my_data)   (docs/your-own.md)")
-    if name in ("Hook", "Callback", "Dataset", "Module", "Model", "Optimizer"):
-        rule, fix = f"dtrain has no {name}", "a plain class, or torch's; dtrain has no base classes"
-        raise ImportError(f"{rule}\n  fix: {fix}   (docs/your-own.md)")
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+        raise absent(name)
     if name == "load":  # without Hydra, which takes a second
         from dtrain.notebook import load
 
@@ -33,3 +27,20 @@ def __getattr__(name: str) -> Any:
     from dtrain import api
 
     return getattr(api, name)
+
+
+def absent(name: str) -> Exception:
+    """Return the error of a name that dtrain lacks, with what to use in place of those of other programs."""
+    if name.startswith("_"):  # others ask whether it is there
+        return AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dtrain.runs import causes
+
+    fix = f"dtrain has {', '.join(sorted(__all__))}"
+    if name in ("Trainer", "Accelerator", "Fabric", "LightningModule", "initialize", "train", "launch", "run"):
+        fix = "dtrain.fit(model=Net, data=my_data)   (docs/your-own.md)"
+    elif name in ("Hook", "Callback", "Dataset", "Module", "Model", "Optimizer"):
+        fix = "a plain class, or torch's; dtrain has no base classes   (docs/your-own.md)"
+    # `from dtrain import Trainer` replaces the text of an AttributeError by its own
+    kind = AttributeError if fix.startswith("dtrain has") else ImportError
+    causes.watch_script()
+    return causes.refused(kind(f"dtrain has no {name}\n  fix: {fix}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -176,6 +177,10 @@ def check_place() -> None:
             "dtrain.fit: was called in a rank, which imports the script for its classes\n"
             '  fix: call dtrain.fit under `if __name__ == "__main__":`, and start the script with python, not torchrun'
         )
+    started = getattr(multiprocessing.current_process(), "_target", None)
+    if getattr(started, "__module__", "") == "torch.multiprocessing.spawn":
+        rule = "was called in a process of torch.multiprocessing.spawn, and starts the ranks itself"
+        raise ValueError(f"dtrain.fit: {rule}\n  fix: one call outside of it, dtrain.fit(…, processes=2)")
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(
             "dtrain.fit: only the main thread receives Ctrl-C and signals\n  fix: call dtrain.fit from the main thread"

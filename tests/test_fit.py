@@ -4,6 +4,7 @@ import functools
 import importlib
 import json
 import logging
+import multiprocessing
 import os
 import re
 import shlex
@@ -259,6 +260,14 @@ def started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     monkeypatch.setattr(*COMPOSE_ONCE)
     monkeypatch.setattr(Local, "launch", lambda self, run_dir: folders.append(run_dir) or 0)
     return folders
+
+
+def test_a_process_of_torchs_spawn_is_not_the_place(started: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn = importlib.import_module("torch.multiprocessing.spawn")
+    monkeypatch.setattr(multiprocessing.current_process(), "_target", spawn._wrap, raising=False)
+    with pytest.raises(ValueError, match=r"torch.multiprocessing.spawn.*\n  fix: one call outside of it"):
+        dtrain.fit("gpt2-tiny")
+    assert not started
 
 
 def config_of(result: dtrain.Result) -> Any:

@@ -127,7 +127,13 @@ def locate(target: str, trust: Iterable[str] = ()) -> Any:
             where = f"{os.path.relpath(places[-1].filename)}:{places[-1].lineno}"
             top = error.name.partition(".")[0]
             rule = f"{where} imports {error.name}, which is not installed or not in this folder"
-            raise ValueError(f"{target}: {rule}\n  fix: pip install {pip_name(top)}, or correct the import") from error
+            fix = f"pip install {pip_name(top)}, or correct the import"
+            beside = Path(places[-1].filename).parent
+            if (beside / f"{top}.py").is_file() or (beside / top / "__init__.py").is_file():
+                package = ".".join(Path(os.path.relpath(beside)).parts)
+                rule = f"{where} imports {error.name}, and the ranks look in this folder, not in {package}"
+                fix = f"from {package}.{error.name} import …, or start in {os.path.relpath(beside)}"
+            raise ValueError(f"{target}: {rule}\n  fix: {fix}") from error
         raise bad(TARGET, target, f"cannot be imported ({error})", "check the spelling, or install it") from error
     if found is None:
         there = vars(sys.modules[module_name])

@@ -43,6 +43,10 @@ MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # user
 def explain(error: BaseException, argv: Sequence[str] = ()) -> str:
     """Return one clear message with a fix for a user error raised by Hydra, OmegaConf or dtrain. argv: as typed."""
     text = explained(error, argv)
+    renamed = re.fullmatch(r"((\w+)=.* has no \w+\n  fix: )did you mean (\2=[\w.]+)\?", text)
+    if renamed and any(word.startswith("resume=") for word in argv):  # of a class that the run has
+        typed = next((word.partition("=")[2].strip("[]") for word in argv if word.startswith("resume_allow=")), "")
+        text = f"{renamed[1]}{renamed[3]} 'resume_allow=[{','.join(filter(None, (typed, renamed[2])))}]'"
     for key in {word.partition("=")[0] for word in argv if re.match(r"\w[\w.]*=", word)}:
         text = text.replace(f"++{key}", key)  # added by the launcher, for settings that conf/ does not have
     return text

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.files import default_options
+from dtrain.config.files import TARGET, default_options
 from dtrain.config.source import inherited, likely, spec_of
 from dtrain.errors import bad
-from dtrain.runs.source_lines import at_attribute, at_class, at_def, at_return, source
+from dtrain.runs.source_lines import at_attribute, at_class, at_def, at_return, returned
 from dtrain.util.format import short_path
 
 
@@ -170,36 +170,55 @@ def inside(value: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
             yield from inside(item, around)
 
 
-# losses that squash the scores themselves
+# what a model must not end in under a loss
 SQUASHES = {
+    "nll_loss": "linear", "NLLLoss": "linear",
     "cross_entropy": "softmax", "CrossEntropyLoss": "softmax", "BCEWithLogitsLoss": "sigmoid",
     "binary_cross_entropy_with_logits": "sigmoid",
 }  # fmt: skip
 
 
 def of_squashed(model: nn.Module, loss: str) -> Iterator[str]:
-    """Warn of a model that ends in a softmax which its loss computes, too: it learns slowly, and nothing fails."""
+    """Warn of a model that ends in a softmax which its loss computes, too, or without the one that it needs.
+
+    Nothing fails then: the model learns slowly, or the loss falls without an end.
+    """
     short = loss.rpartition(".")[2]
-    wanted = SQUASHES.get(short)
-    found = source(type(model).forward) if wanted and loss.startswith(("dtrain.", "torch.")) else None
-    line = 0
-    if found and found[1].body and isinstance(end := found[1].body[-1], ast.Return):
-        value = end.value
-        if isinstance(value, ast.Name):  # x = x.softmax(-1) before it
-            made = [n for n in found[1].body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == value.id]
-            value = made[-1].value if made else None
-        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-            of_self = ast.unparse(value.func.value) == "self"
-            name = last_of(getattr(model, value.func.attr, None)) if of_self else value.func.attr
-            line = value.lineno if name == wanted else 0
-    where = f"{short_path(Path(found[0]))}:{line}: " if found and line else ""
-    if line or (wanted and last_of(model) == wanted):
-        rule = f"the model ends in a {wanted}, and loss={short} computes it itself, so the model learns slowly"
-        yield f"{where}{rule}; fix: return the scores without the {wanted}"
+    if not loss.startswith(("dtrain.", "torch.")) or short not in SQUASHES:
+        return
+    found, end = returned(type(model).forward), last_of(model)
+    if found and isinstance(found[1], ast.Call) and isinstance(called := found[1].func, ast.Attribute):
+        of_self = ast.unparse(called.value) == "self"
+        end = last_of(getattr(model, called.attr, None)) if of_self else called.attr
+    if end != SQUASHES[short]:
+        return
+    where = f"{short_path(Path(found[0]))}:{found[1].lineno}: " if found else ""
+    if end == "linear":
+        rule = f"the model ends in scores, and loss={short} needs their logarithms of probabilities"
+        yield f"{where}{rule}; fix: loss=cross_entropy, which computes them"
+    else:
+        rule = f"the model ends in a {end}, and loss={short} computes it itself, so the model learns slowly"
+        yield f"{where}{rule}; fix: return the scores without the {end}"
+
+
+def of_sum(function: Any, loss: Mapping[str, Any]) -> Iterator[str]:
+    """Warn of a loss that is a sum over its targets: it would depend on the number of ranks. loss: its section."""
+    name = str(loss[TARGET])
+    found = returned(getattr(function, "forward", function))
+    is_sum = loss.get("reduction") == "sum"
+    if found and isinstance(call := found[1], ast.Call):
+        takes = {word.arg: word.value for word in call.keywords}
+        is_sum |= isinstance(mode := takes.get("reduction"), ast.Constant) and mode.value == "sum"
+        is_torch = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "torch"
+        is_sum |= isinstance(call.func, ast.Attribute) and call.func.attr == "sum" and len(call.args) == is_torch
+    if is_sum:
+        where = f"{short_path(Path(found[0]))}:{found[1].lineno}: " if found else ""
+        rule = f"loss={name.rpartition('.')[2]} is a sum, and depends on the batch of a rank, and so on their number"
+        yield f"{where}{rule}; fix: the mean over the targets"
 
 
 def last_of(module: Any) -> str:
     """Return the name of the function at the end of a module; "" if it is none of those."""
     if isinstance(module, nn.Sequential) and len(module):
         return last_of(module[-1])
-    return {nn.Softmax: "softmax", nn.Sigmoid: "sigmoid"}.get(type(module), "")
+    return {nn.Softmax: "softmax", nn.Sigmoid: "sigmoid", nn.Linear: "linear"}.get(type(module), "")

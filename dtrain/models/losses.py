@@ -225,7 +225,9 @@ def out_of_range(loss: Any, name: str, outputs: Tensor, targets: Tensor) -> Valu
     if not counted.numel():
         return None
     low, high = int(counted.min()), int(counted.max())
-    if low < 0:
+    if set(counted.unique().tolist()) == {-1, 1}:
+        fix = f"give class numbers from 0, (targets + 1) // 2; or {left_out} in place of -1 if it is no class"
+    elif low < 0:
         fix = (
             f"give {left_out} where there is no class: it is left out of the mean (torch's ignore_index); {low} is not"
         )

@@ -109,6 +109,25 @@ def source(thing: Any) -> tuple[str, ast.ClassDef | Function] | None:
     return file, tree
 
 
+def returned(function: Any) -> tuple[str, ast.expr] | None:
+    """The file and the expression that a function of the user returns at its end; of a name, the last one it is set to.
+
+    None if that is not known: there is another `return`, or what is set depends on a condition.
+    """
+    found = source(function)
+    if found is None or not isinstance(found[1], Function) or not isinstance(end := found[1].body[-1], ast.Return):
+        return None
+    body, value = found[1].body, end.value
+    if sum(isinstance(node, ast.Return) for node in own_nodes(found[1])) > 1:
+        return None
+    if isinstance(value, ast.Name):
+        sets = [n for n in own_nodes(found[1]) if isinstance(n, ast.Name) and n.id == value.id]
+        made = [n for n in body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == value.id]
+        last = max((n.lineno for n in sets if isinstance(n.ctx, ast.Store)), default=0)
+        value = made[-1].value if made and made[-1].lineno == last else None
+    return (found[0], value) if value is not None else None
+
+
 CUTS = ("detach", "data", "item", "numpy", "tolist", "tensor", "as_tensor", "no_grad", "inference_mode", "float", "int")
 COUNTS = ("argmax", "argmin", "argsort", "topk", "long", "bool", "round", "sign", "eq")
 

@@ -32,7 +32,7 @@ from dtrain.data.loader import Loader
 from dtrain.data.stream_loader import StreamLoader
 from dtrain.errors import CheckpointError, bad
 from dtrain.models.calling import shifts_labels
-from dtrain.models.check_model import check_reads, check_trains, of_squashed
+from dtrain.models.check_model import check_reads, check_trains, of_squashed, of_sum
 from dtrain.optim import build as optimizers
 from dtrain.optim.schedule import checked
 from dtrain.runs.best import METRICS, check_split
@@ -174,6 +174,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
     models.set_num_targets(model, train_set, val_set)
     check_trains(model)
     warnings += of_squashed(model, cfg.loss[TARGET])
+    warnings += of_sum(locate(cfg.loss[TARGET], trust), cfg.loss)
     precision = build(cfg.precision, trust)
     schedule = build(cfg.schedule, trust, partial=True, steps=cfg.train.steps)
     if not cfg.schedule[TARGET].startswith("dtrain."):

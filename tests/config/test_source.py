@@ -69,3 +69,17 @@ def test_what_a_module_only_imports_is_named_where_it_is_defined(tmp_path: Path)
         locate("imports_of_mine.adam", ["imports_of_mine"])
     with pytest.raises(ValueError, match=r"partial of subprocess\.run.*\n  fix: a class or function of imports_of"):
         locate("imports_of_mine.run", ["imports_of_mine"])
+
+
+def test_a_file_beside_the_one_that_imports_it_is_no_package_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "beside_pkg"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "net.py").write_text("from beside_layers import Block\n")
+    (package / "beside_layers.py").write_text("Block = 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"\n  fix: from beside_pkg\.beside_layers import …, or start in beside_pkg$"):
+        locate("beside_pkg.net.Net", ["beside_pkg"])

@@ -18,7 +18,7 @@ from dtrain.launch.arguments import prepare_arguments
 from dtrain.launch.resolve import resolve
 from dtrain.models import losses as losses_
 from dtrain.models import user_model
-from dtrain.models.check_model import of_squashed
+from dtrain.models.check_model import of_squashed, of_sum
 from dtrain.runs.folder import read_json
 from dtrain.strategies.materialize import init_weights, materialize
 from dtrain.train import build
@@ -405,6 +405,22 @@ def test_a_batch_norm_of_torch_goes_on_where_it_was(strategy: str, folder: Path)
     assert train(stopped, 2) == [0, 0]
     figures = [[m.get("val_loss") for m in metrics(r) if "val_loss" in m] for r in (left_alone, stopped)]
     assert figures[0] == figures[1] and losses(left_alone) == losses(stopped)
+
+
+@pytest.mark.parametrize(
+    ("function", "warned"),
+    [(mine.sum_by_name, True), (mine.sum_of_squares, True), (mine.divided, False), (mine.sometimes, False)],
+)
+def test_a_loss_that_is_a_sum_is_warned_of(function: Any, warned: bool) -> None:
+    assert bool([*of_sum(function, {"_target_": "net.loss"})]) is warned
+
+
+@pytest.mark.parametrize(
+    ("model", "warned"),
+    [(mine.Ends, False), (lambda: nn.Linear(4, 3), True), (mine.Logarithm, False), (mine.Scores, True)],
+)
+def test_scores_without_a_logarithm_are_warned_of_under_nll_loss(model: Any, warned: bool) -> None:
+    assert bool([*of_squashed(model(), "torch.nn.functional.nll_loss")]) is warned
 
 
 @pytest.mark.parametrize(
