@@ -182,6 +182,12 @@ def mismatch(name: str, outputs: Tensor, targets: Tensor) -> ValueError:
     one_each = targets.shape in (outputs.shape[:-1], (*outputs.shape[:1], *outputs.shape[2:]))
     wanted = "class scores and, for each set of them, one class number" if of_classes else "a number for each output"
     fix = "change the model's outputs or the data's targets"
+    if outputs.dim() == 2 and targets.dim() == 2 and len(outputs) == targets.numel() > len(targets):
+        fix = f"outputs of shape {[*targets.shape, outputs.shape[1]]}: without .view(-1, …) in forward"
+    elif outputs.dim() > 1 and outputs.shape[:1] != targets.shape[:1] and targets.shape[0] in outputs.shape[1:]:
+        fix = f"{targets.shape[0]} samples in the first dimension of the outputs: .transpose(0, 1) in forward"
+    elif outputs.dim() > 1 and outputs.shape[:1] != targets.shape[:1]:
+        fix = f"{targets.shape[0]} samples in the first dimension of the outputs (nn.LSTM, nn.GRU: batch_first=True)"
     if of_classes and is_float and 1 in (outputs.dim(), outputs.shape[-1]):
         fix = "loss=mse, to predict these numbers"
     elif not outputs.is_floating_point():

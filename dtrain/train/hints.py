@@ -104,6 +104,12 @@ HINTS: tuple[tuple[str, str], ...] = (
         r"Expected tensor for argument #1 'indices' to have one of the following scalar types",
         "an embedding takes whole numbers: x.long()",
     ),
+    (r"^list is not a Module subclass", "one argument for each layer: nn.Sequential(*layers)"),
+    (
+        r'Unexpected key\(s\) in state_dict: "module\.',
+        "the weights were saved from DataParallel: {k.removeprefix('module.'): v for k, v in state.items()}",
+    ),
+    (r"expected unspecified shuffle option", "leave out shuffle=: a stream has an order of its own"),
     (
         r"Boolean value of Tensor with more than one value is ambiguous",
         "torch.where(condition, a, b) in place of `if`, or (condition).any()",
@@ -166,6 +172,8 @@ def near_name(error: BaseException) -> str:
         if error.name in IMPORTS:
             return f"{IMPORTS[error.name]}, at the top of the file"
         there, prefix = [*frame.f_locals, *frame.f_globals, *dir(builtins)], ""
+    elif isinstance(error, AttributeError) and error.name == "device" and isinstance(error.obj, nn.Module):
+        return "leave out .to(self.device), as the inputs are there; a new tensor takes device=x.device"
     elif isinstance(error, AttributeError) and error.name and error.obj is not None:
         there, prefix = dir(error.obj), "self." if isinstance(error.obj, nn.Module) else ""
         prefix = f"{error.obj.__name__}." if isinstance(error.obj, ModuleType) else prefix

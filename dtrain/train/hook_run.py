@@ -18,7 +18,7 @@ HIDDEN = ("_", "begin_evaluation", "forward", "stopped_because")  # of HookRun, 
 OTHERWISE = {
     "net": "model", "module": "model", "network": "model", "global_step": "step", "iteration": "step", "cfg": "config",
     "max_steps": "last_step", "run_dir": "folder", "path": "folder", "local_rank": "rank", "train_loss": "loss",
-    "learning_rate": "lr", "should_stop": "stop", "val_loader": "batches",
+    "learning_rate": "lr", "should_stop": "stop", "val_loader": "batches", "optimizer": "lr", "scheduler": "lr",
 }  # fmt: skip
 See = Callable[[Tensor, Tensor], None]
 Forward = Callable[[Tensor, Tensor, See], None]  # passes the outputs of each micro-batch on, with its targets

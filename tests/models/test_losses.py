@@ -125,6 +125,19 @@ def test_class_numbers_out_of_range(loss: Any, targets: list[int], fix: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("outputs", "targets", "fix"),
+    [
+        ((10, 3), (4,), r"4 samples in the first dimension of the outputs \(nn.LSTM, nn.GRU: batch_first=True\)"),
+        ((10, 4, 3), (4,), r"4 samples in the first dimension of the outputs: \.transpose\(0, 1\)"),
+        ((40, 3), (4, 10), r"outputs of shape \[4, 10, 3\]: without \.view\(-1, …\)"),
+    ],
+)
+def test_outputs_of_another_number_of_samples(outputs: tuple[int, ...], targets: tuple[int, ...], fix: str) -> None:
+    with pytest.raises(ValueError, match=rf"\n  fix: {fix}"):
+        losses.call(losses.cross_entropy, "cross_entropy", torch.ones(outputs), torch.zeros(targets).long())
+
+
+@pytest.mark.parametrize(
     ("dtype", "fix"), [(torch.int64, r"\.squeeze\(-1\)$"), (torch.float, r"\.squeeze\(-1\)\.long\(\)$")]
 )
 def test_cross_entropy_says_how_to_drop_a_last_dimension(dtype: torch.dtype, fix: str) -> None:

@@ -58,6 +58,9 @@ def pandas() -> Any:
     ("fails", "fix"),
     [
         (lambda: nn.Linear(4, 2)(nn.ReLU(torch.ones(4))), "nn.ReLU(…) makes a layer, and does not call it"),
+        (lambda: nn.Sequential([nn.Linear(4, 2)]), "nn.Sequential(*layers)"),  # type: ignore[arg-type]
+        (lambda: Net().load_state_dict({"module.last.weight": torch.ones(2, 4)}), "k.removeprefix('module.')"),
+        (lambda: Net().device, "leave out .to(self.device)"),
         (lambda: nn.Linear(4, 5 / 2), "// in place of /"),  # type: ignore[arg-type]
         (lambda: torch.cat(torch.ones(2), torch.ones(2)), "torch.cat((a, b), dim=-1)"),  # type: ignore[call-overload]
         (lambda: nn.Embedding(4, 4)(torch.ones(2)), "x.long()"),

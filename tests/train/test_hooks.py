@@ -136,6 +136,7 @@ def test_an_error_names_the_hook_its_file_and_line(tmp_path: Path) -> None:
         (lambda run: run.stepp, r"run\.step; run has "),
         (lambda run: run.val_loss, r'run\.metrics\["val_loss"\]; run has '),
         (lambda run: run.optimizer, r"run has "),
+        (lambda run: run.scheduler, r"run has "),
         (lambda run: run.metrics["train_loss"], r'run\.metrics\["loss"\]; run\.metrics has loss, val_loss'),
         (lambda run: run.metrics["accuracy"], r"run\.metrics has loss, val_loss"),
     ],
