@@ -29,7 +29,7 @@ def test_a_mistake_is_explained(mistake: Mistake, tmp_path: Path) -> None:
         assert screen.count("fix: ") == 1, screen
     if mistake.fix:
         assert mistake.fix in screen.partition("fix: ")[2], screen
-        again = replaced(mistake.command, (mistake.fix, "dry_run=true"))
+        again = replaced(mistake.command, (mistake.fix, "dry_run=true", "run_dir=again"))
         code, screen = typed(again, tmp_path)
         assert code == 0, screen
 
