@@ -31,16 +31,21 @@ def __getattr__(name: str) -> Any:
 
 def absent(name: str) -> Exception:
     """Return the error of a name that dtrain lacks, with what to use in place of those of other programs."""
-    if name.startswith("_"):  # others ask whether it is there
+    from importlib.util import find_spec
+
+    verbs = ("train", "launch", "run")  # the first two are folders, too
+    if name.startswith("_") or (name not in verbs and find_spec(f"{__name__}.{name}")):  # from dtrain import start
         return AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dtrain.runs import causes
 
     fix = f"dtrain has {', '.join(sorted(__all__))}"
-    if name in ("Trainer", "Accelerator", "Fabric", "LightningModule", "initialize", "train", "launch", "run"):
+    theirs = name in ("Trainer", "Accelerator", "Fabric", "LightningModule", "initialize")
+    bases = name in ("Hook", "Callback", "Dataset", "Module", "Model", "Optimizer")
+    if theirs or name in verbs:
         fix = "dtrain.fit(model=Net, data=my_data)   (docs/your-own.md)"
-    elif name in ("Hook", "Callback", "Dataset", "Module", "Model", "Optimizer"):
+    elif bases:
         fix = "a plain class, or torch's; dtrain has no base classes   (docs/your-own.md)"
     # `from dtrain import Trainer` replaces the text of an AttributeError by its own
-    kind = AttributeError if fix.startswith("dtrain has") else ImportError
+    kind = ImportError if theirs or bases else AttributeError
     causes.watch_script()
     return causes.refused(kind(f"dtrain has no {name}\n  fix: {fix}"))

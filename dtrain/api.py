@@ -74,7 +74,8 @@ class RunFailed(RuntimeError):
     """The run started and failed: the first failing rank's message, and the path of its log."""
 
     def __init__(self, run_dir: Path, code: int) -> None:
-        self.run_dir, self.exit_code = run_dir, code
+        self.run_dir = run_dir
+        self.exit_code = self.code_of_dtrain = code
         self.failure = read_json(run_dir / "failure.json")
         message = str(self.failure.get("message") or f"the run ended with {code}").strip()
         message = in_python(message, {})

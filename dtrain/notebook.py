@@ -57,7 +57,7 @@ def step_of(run_dir: Path, at: int | str | None, call: str) -> int | None:
         rule, _, fix = str(error).removeprefix(f"run={run_dir}@{at}: ").partition("\n  fix: ")
         fix = fix.replace("'", "").replace(f"{run_dir}@best", f'{call}(at="best")')
         fix = re.sub(rf"{re.escape(str(run_dir))}@(\d+)", rf"{call}(at=\1)", fix)
-        raise ValueError(f"{call}(at={json.dumps(at)}): {rule}\n  fix: {fix}") from None
+        raise ValueError(f"{call}(at={json.dumps(at, default=str)}): {rule}\n  fix: {fix}") from None
 
 
 class LoadedRun:

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NoReturn, TypeGuard
@@ -110,6 +110,43 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from statements(handler.body)
 
 
+def names_under_main(path: str) -> dict[str, int]:
+    """Return the names that a file sets only under `if __name__ == "__main__":`, which the ranks do not run."""
+    try:
+        body = ast.parse(Path(path).read_text(encoding="utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        return {}
+    blocks = [node for node in body if is_main(node)]
+    outside = {name for node in body if node not in blocks for name in set_by([node])}
+    outside |= {name for block in blocks for name in set_by(block.orelse)}
+    everything = [*ast.walk(ast.Module(body, []))]
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in everything):
+        return {}
+    outside |= {name for node in everything if isinstance(node, ast.Global) for name in node.names}
+    inside = {name: line for block in reversed(blocks) for name, line in set_by(block.body).items()}
+    return {name: line for name, line in inside.items() if name not in outside}
+
+
+def set_by(body: Sequence[ast.stmt]) -> dict[str, int]:
+    """Return the names that statements set, and the first line of each; not those inside functions and classes."""
+    found: dict[str, int] = {}
+    todo: list[ast.AST] = [*body]
+    for node in todo:
+        names: list[str] = []
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names = [node.name]
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names = [node.id]
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            names = [node.name]
+        found |= {name: getattr(node, "lineno", 0) for name in names if name not in found}
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            todo += ast.iter_child_nodes(node)
+    return found
+
+
 def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: int = 0) -> Definition | None:
     """Return the definition of `module.Name`, also if the module only imports it.
 
@@ -140,15 +177,10 @@ def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: i
     classes: list[str] = []
     found: Definition | None = None
     starred: list[str] = []  # the modules of which the module imports all names
-    by_ranks = [*statements([part for node in tree.body for part in (node.orelse if is_main(node) else [node])])]
-    late = 0  # the line where only a block that the ranks do not run sets it
     for node in statements(tree.body):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             classes += [node.name]
-            if node.name == name and node in by_ranks:
-                found = node
-            elif node.name == name:
-                late = node.lineno
+            found = node if node.name == name else found
         elif isinstance(node, ast.ImportFrom):
             home = absolute(node, spec)
             others |= {alias.asname or alias.name: f"{home}.{alias.name}" for alias in node.names}
@@ -164,13 +196,14 @@ def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: i
                     where = f"{short_path(Path(spec.origin))}:{node.lineno}"
                     rule = f"{where} makes it {ast.unparse(node.value)}, not a class or function"
                     raise bad(key, target, rule, choice(key, module, name, likely(key, Path(spec.origin)) or classes))
-                maybe, late = (True, late) if node in by_ranks else (maybe, node.lineno)
-    if found is not None:
-        return found
-    if late and not maybe and name not in others:
+                maybe = True
+    late = names_under_main(spec.origin).get(name)
+    if late and not any(isinstance(node, ast.Name) and node.id == "globals" for node in ast.walk(tree)):
         where = f"{short_path(Path(spec.origin))}:{late}"
         rule = f'{where} sets it under `if __name__ == "__main__":`, which the ranks do not run'
         raise bad(key, target, rule, f"move {name} above that block")
+    if found is not None:
+        return found
     if name in others and jumps < MOST_JUMPS:
         permit(others[name])
         return find(others[name], key, permit, jumps + 1) if spec_of(others[name].rpartition(".")[0]) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,10 +37,11 @@ def collated(
         try:
             return as_batch(collate(samples), notes)
         except ValueError as error:  # images, labels = batch
-            inner = [*traceback.walk_tb(error.__traceback__)][-1][0].f_code
-            if inner is not getattr(collate, "__code__", None) or "values to unpack" not in str(error):
-                raise
-            if not isinstance(samples[0], (tuple, list)) or len(samples) == len(samples[0]):
+            frame, line = [*traceback.walk_tb(error.__traceback__)][-1]
+            code = frame.f_code
+            text = linecache.getline(code.co_filename, line).strip()
+            unpacks = code is getattr(collate, "__code__", None) and text.endswith(f"= {code.co_varnames[0]}")
+            if not unpacks or not isinstance(samples[0], (tuple, list)):
                 raise
             text = f"collate_fn gets a list of samples, here {len(samples)}, each of {len(samples[0])} parts: {error}"
             raise bad("data", name, text, "inputs, targets = default_collate(batch), of torch.utils.data") from error

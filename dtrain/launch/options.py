@@ -62,12 +62,11 @@ def no_option(group: str, value: str) -> ValueError:
 def no_such_option(group: str, value: str) -> ValueError:
     """Explain a number, true or false in the place of an option: precision=16 is fp16 or bf16."""
     options = sorted({*options_of(group), *([AUTO] if group == "strategy" else [])})
-    near = [option for option in options if value in re.findall(r"\d+", option)]
+    # strategy=3 is ZeRO's third stage, not 3d
+    near = [] if group == "strategy" else [option for option in options if value in re.findall(r"\d+", option)]
     near = [option for option in near if option.partition("-")[0] not in near or "-" not in option]  # not bf16-pure
     near = sorted(near, key=lambda option: not option.startswith("fp"))  # elsewhere 16 is fp16
     same, is_number = foreign_option(group, value), re.fullmatch(r"[\d._e+-]+", value)
-    if group == "strategy":  # 3 is ZeRO's third stage, not 3d
-        near = []
     fix = f"{group}={' or '.join(near)}; " if near else f"{same}; " if same else ""
     if not fix and is_number and (setting := NUMBERS.get(group)):
         fix = f"{setting}={value}; "

@@ -23,9 +23,9 @@ from typing import Any
 
 from dtrain.config.files import SEVERAL, flatten, setting_prefix
 from dtrain.config.hydra_errors import GROUPS
+from dtrain.config.source import names_under_main
 from dtrain.errors import bad, foreign_option
 from dtrain.launch.quoting import quote
-from dtrain.runs.causes import names_under_main
 from dtrain.util.format import short_path
 
 RAW = ("resume", "recipe")  # read before Hydra, so they must not be quoted

@@ -67,11 +67,14 @@ def check_loose(argv: list[str], flags: Sequence[str]) -> None:
 def check_launchers(argv: list[str]) -> None:
     """Explain `torchrun --nproc_per_node=2 train.py --lr 1e-3` behind our own command."""
     program = next((i for i, word in enumerate(argv) if re.fullmatch(r"[\w./~-]*\w\.py", word)), None)
+    ours = [word for word in argv[:program] if re.match(r"[a-z]\w*(\.\w+)*=", word)]
     if program is None or not any(word in LAUNCHERS for word in argv[:program]):
+        return
+    if any(word.startswith("script") for word in ours):
         return
     before, after = " ".join(argv[:program]), argv[program + 1 :]
     count = re.search(r"--?(?:nproc[_-]per[_-]node|num[_-]processes|num[_-]gpus|np|n)[= ](\d+)", before)
-    fix = f"script={argv[program]}" + (f" cluster.processes={count[1]}" if count else "")
+    fix = " ".join([*ours, f"script={argv[program]}"]) + (f" cluster.processes={count[1]}" if count else "")
     rule = "dtrain starts the ranks of a program itself"
     arguments = f" {arguments_word(after)}" if after else ""
     raise ValueError(f"{' '.join(argv[: program + 1])}: {rule}\n  fix: {fix}{arguments}")

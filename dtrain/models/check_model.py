@@ -36,7 +36,8 @@ def check(model: Any, function: Any = None) -> None:
         kind = type(model).__name__
         rule = f"is wrapped in {kind}, and strategy= does what that is for"
         raise at_return(bad("model", kind, rule, f"return the model itself, without {kind}(…)"), function)
-    if type(model).__name__ == "OptimizedModule":  # torch._dynamo's, which takes a second to import
+    made = type(model)
+    if made.__name__ == "OptimizedModule" and made.__module__.startswith("torch._dynamo"):  # slow to import
         rule = "is compiled already, and compile= does that, also under a strategy"
         raise at_return(bad("model", "torch.compile(…)", rule, "return the model itself; compile=auto"), function)
     for name, weight in model.named_parameters():
@@ -187,6 +188,8 @@ def of_squashed(model: nn.Module, loss: str) -> Iterator[str]:
     if not loss.startswith(("dtrain.", "torch.")) or short not in SQUASHES:
         return
     found, end = returned(type(model).forward), last_of(model)
+    if type(model).forward is not nn.Sequential.forward:
+        end = ""
     if found and isinstance(found[1], ast.Call) and isinstance(called := found[1].func, ast.Attribute):
         of_self = ast.unparse(called.value) == "self"
         end = last_of(getattr(model, called.attr, None)) if of_self else called.attr
@@ -206,11 +209,8 @@ def of_sum(function: Any, loss: Mapping[str, Any]) -> Iterator[str]:
     name = str(loss[TARGET])
     found = returned(getattr(function, "forward", function))
     is_sum = loss.get("reduction") == "sum"
-    if found and isinstance(call := found[1], ast.Call):
-        takes = {word.arg: word.value for word in call.keywords}
-        is_sum |= isinstance(mode := takes.get("reduction"), ast.Constant) and mode.value == "sum"
-        is_torch = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "torch"
-        is_sum |= isinstance(call.func, ast.Attribute) and call.func.attr == "sum" and len(call.args) == is_torch
+    if found and isinstance(found[1], ast.Call):
+        is_sum |= any(ast.unparse(word) == "reduction='sum'" for word in found[1].keywords)
     if is_sum:
         where = f"{short_path(Path(found[0]))}:{found[1].lineno}: " if found else ""
         rule = f"loss={name.rpartition('.')[2]} is a sum, and depends on the batch of a rank, and so on their number"
@@ -219,6 +219,8 @@ def of_sum(function: Any, loss: Mapping[str, Any]) -> Iterator[str]:
 
 def last_of(module: Any) -> str:
     """Return the name of the function at the end of a module; "" if it is none of those."""
-    if isinstance(module, nn.Sequential) and len(module):
+    if getattr(module, "_forward_hooks", None):
+        return ""
+    if type(module) is nn.Sequential and len(module):
         return last_of(module[-1])
     return {nn.Softmax: "softmax", nn.Sigmoid: "sigmoid", nn.Linear: "linear"}.get(type(module), "")

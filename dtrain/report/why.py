@@ -188,8 +188,8 @@ def of_failure(run_dir: Path, failure: dict[str, Any]) -> Diagnosis:
     who = "the run" if rank is None else f"rank {rank}"
     cause, what = classify(run_dir, failure, kind, message, kernel, own)
     found = Diagnosis(cause, what.replace("{who}", who), rank, evidence=evidence)
-    if cause == "numbers" and FIX in message:  # the rank has looked for it
-        fix = first_line(message.partition(FIX)[2])
+    if cause == "numbers" and (parts := re.split(r"\n(?:  fix|Fix): ", message, maxsplit=1))[1:]:  # by the rank
+        fix = first_line(parts[1])
         found.advice = f"{fix[:1].upper()}{fix[1:]}."
     if FIX in message and (cause == "memory" or (cause == "code" and not failure.get("where"))):
         found.advice = f"Fix: {first_line(message.partition(FIX)[2])}."

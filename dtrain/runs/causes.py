@@ -5,7 +5,6 @@ Launcher and ranks import this file, so it does not import torch.
 
 from __future__ import annotations
 
-import ast
 import linecache
 import os
 import re
@@ -19,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dtrain.config.source import is_main
 from dtrain.errors import chain
 from dtrain.runs.protocol import BAD_CONFIG, LOST_PEER
 
@@ -106,43 +104,6 @@ def own_frames(error: BaseException) -> list[dict[str, Any]]:
     return []
 
 
-def names_under_main(path: str) -> dict[str, int]:
-    """Return the names that a file sets only under `if __name__ == "__main__":`, which the ranks do not run."""
-    try:
-        body = ast.parse(Path(path).read_text(encoding="utf-8")).body
-    except (OSError, ValueError, SyntaxError):
-        return {}
-    blocks = [node for node in body if is_main(node)]
-    outside = {name for node in body if node not in blocks for name in set_by([node])}
-    outside |= {name for block in blocks for name in set_by(block.orelse)}
-    everything = [*ast.walk(ast.Module(body, []))]
-    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in everything):
-        return {}
-    outside |= {name for node in everything if isinstance(node, ast.Global) for name in node.names}
-    inside = {name: line for block in reversed(blocks) for name, line in set_by(block.body).items()}
-    return {name: line for name, line in inside.items() if name not in outside}
-
-
-def set_by(body: Sequence[ast.stmt]) -> dict[str, int]:
-    """Return the names that statements set, and the first line of each; not those inside functions and classes."""
-    found: dict[str, int] = {}
-    todo: list[ast.AST] = [*body]
-    for node in todo:
-        names: list[str] = []
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names = [node.name]
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names = [node.id]
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            names = [node.name]
-        found |= {name: getattr(node, "lineno", 0) for name in names if name not in found}
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            todo += ast.iter_child_nodes(node)
-    return found
-
-
 def sentence_of_exit(error: BaseException) -> str:
     """Return why argparse ended the process, which only stderr has otherwise; "" if it did not."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if isinstance(error, SystemExit) else []
@@ -189,7 +150,7 @@ def one_line(failure: dict[str, Any]) -> str:
 
 def refused(error: Exception) -> Exception:
     """Mark an error as one that a script ends with; its traceback begins here anew."""
-    error.exit_code = BAD_CONFIG  # type: ignore[attr-defined]
+    error.code_of_dtrain = BAD_CONFIG  # type: ignore[attr-defined]
     return error.with_traceback(None)
 
 
@@ -200,19 +161,21 @@ def fixes_for_script() -> Iterator[None]:
         yield
     except Exception as error:
         if "\n  fix: " in str(error):
-            error.exit_code = BAD_CONFIG  # type: ignore[attr-defined]
+            error.code_of_dtrain = BAD_CONFIG  # type: ignore[attr-defined]
             watch_script()
         raise
 
 
 def watch_script() -> None:
-    if sys.excepthook is sys.__excepthook__:  # not IPython's, rich's or a debugger's
+    """Show uncaught errors as a script's; at a prompt an error must not end the session."""
+    is_prompt = hasattr(sys, "ps1") or sys.flags.interactive
+    if sys.excepthook is sys.__excepthook__ and not is_prompt:  # not IPython's, rich's or a debugger's
         sys.excepthook = end_script
 
 
 def end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Exit an uncaught error of a call of dtrain with dtrain's exit code, and show the lines of the script alone."""
-    code = getattr(error, "exit_code", None)
+    code = getattr(error, "code_of_dtrain", None)  # exit_code may be an attribute of another library's error
     if code is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
         sys.__excepthook__(kind, error, trace)
     else:

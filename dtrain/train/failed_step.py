@@ -104,7 +104,8 @@ def of_batch_dimension(run: Run, text: str) -> Exception | None:
         shape = [int(size) for size in found[2].split(", ")]
         inputs, targets = run.train_data.sample()
         of_many = isinstance(targets, Tensor) and targets.dim() > 1 and isinstance(inputs, Tensor) and inputs.dim() > 2
-        if len(shape) == int(found[1]) + 1 and of_many and inputs.shape[1] == targets.shape[1]:
+        is_batch = of_many and inputs.shape[1] == targets.shape[1] == run.cfg.train.global_batch_size
+        if len(shape) == int(found[1]) + 1 and is_batch and not isinstance(run.train_data, Loader):
             rule = f"each sample is {list(inputs.shape[1:])} with {inputs.shape[1]} targets, as if it was a batch"
             error = bad("data", name, rule, "give single samples: `yield from zip(inputs, targets)`")
             return at_return(error, reader_of(run.train_data.dataset))

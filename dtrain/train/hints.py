@@ -9,6 +9,7 @@ import os
 import re
 import traceback
 from types import ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -167,7 +168,7 @@ def near_name(error: BaseException) -> str:
     """Return the name that was probably meant by one that does not exist; "" if there is none."""
     if type(error) is NameError and error.name and error.__traceback__:
         frame = [*traceback.walk_tb(error.__traceback__)][-1][0]
-        if hasattr(frame.f_locals.get("self"), error.name):
+        if error.name in names_of(frame.f_locals.get("self")):
             return f"self.{error.name}"
         if error.name in IMPORTS:
             return f"{IMPORTS[error.name]}, at the top of the file"
@@ -175,12 +176,20 @@ def near_name(error: BaseException) -> str:
     elif isinstance(error, AttributeError) and error.name == "device" and isinstance(error.obj, nn.Module):
         return "leave out .to(self.device), as the inputs are there; a new tensor takes device=x.device"
     elif isinstance(error, AttributeError) and error.name and error.obj is not None:
-        there, prefix = dir(error.obj), "self." if isinstance(error.obj, nn.Module) else ""
+        there, prefix = names_of(error.obj), "self." if isinstance(error.obj, nn.Module) else ""
         prefix = f"{error.obj.__name__}." if isinstance(error.obj, ModuleType) else prefix
     else:
         return ""
     near = difflib.get_close_matches(error.name, [name for name in there if name[:1] != "_"], 1, 0.75)
     return f"did you mean {prefix}{near[0]}?" if near else ""
+
+
+def names_of(thing: Any) -> list[str]:
+    """The attributes of an object, without calling a property or a __dir__ of the user."""
+    parts = [part for one in type(thing).__mro__ for part in vars(one)]
+    own = getattr(thing, "__dict__", {})
+    modules = [name for kept in ("_modules", "_parameters", "_buffers") for name in own.get(kept) or ()]
+    return [*own, *modules, *parts]
 
 
 def hint(error: BaseException) -> str:
@@ -203,7 +212,10 @@ def hint(error: BaseException) -> str:
         return "leave out breakpoint() and pdb: a rank has no terminal; what it prints is in its log"
     if isinstance(error, EOFError) and "reading a line" in str(error):
         return "leave out input(): a rank has no terminal"
-    if isinstance(error, FileNotFoundError) and error.filename and not os.path.isabs(str(error.filename)):
-        return f"the ranks run in {os.getcwd()}: a path from there, or Path(__file__).parent / {str(error.filename)!r}"
+    is_program = any(file.endswith("/subprocess.py") for file in files)
+    if isinstance(error, FileNotFoundError) and isinstance(error.filename, (str, bytes)) and not is_program:
+        name = os.fsdecode(error.filename)
+        if not os.path.isabs(name):
+            return f"the ranks run in {os.getcwd()}: a path from there, or Path(__file__).parent / {name!r}"
     found = ((re.search(words, text), fix) for words, fix in HINTS for text in texts)
     return next((match.expand(fix) for match, fix in found if match), "")

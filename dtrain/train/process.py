@@ -29,6 +29,7 @@ import dtrain
 from dtrain.config import run_file
 from dtrain.config.files import GROUPS, SEVERAL, TARGET
 from dtrain.config.redaction import hide
+from dtrain.config.source import names_under_main
 from dtrain.errors import bad
 from dtrain.runs import causes, source_lines
 from dtrain.runs.folder import write_json
@@ -224,7 +225,10 @@ def message(error: BaseException, run_dir: Path) -> str:
     if printed := causes.sentence_of_exit(error):
         alone = 'the ranks import this file without its arguments: parse them under `if __name__ == "__main__":`'
         return f"{printed}\n  fix: {alone}"
-    todo = (hint(error) or under_main(error) or near_name(error)) if "ix: " not in text else ""
+    todo = ""
+    if "ix: " not in text:
+        with contextlib.suppress(Exception):  # the error itself is what matters
+            todo = hint(error) or under_main(error) or near_name(error)
     return f"{text}\n  fix: {todo}" if todo else text
 
 
@@ -233,7 +237,7 @@ def under_main(error: BaseException) -> str:
     if type(error) is not NameError:  # an UnboundLocalError is about another name
         return ""
     frames = causes.own_frames(error)
-    line = causes.names_under_main(frames[-1]["file"]).get(str(error.name)) if frames else None
+    line = names_under_main(frames[-1]["file"]).get(str(error.name)) if frames else None
     if line is None:
         return ""
     where = f"{short_path(Path(frames[-1]['file']))}:{line}"

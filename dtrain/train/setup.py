@@ -52,10 +52,11 @@ from dtrain.train.process import log
 from dtrain.train.spikes import SpikeError, Spikes
 from dtrain.train.startup import StartTimes, begin_compile_cache
 from dtrain.util.collective import from_rank_0
-from dtrain.util.format import short_path, start_text
+from dtrain.util.format import as_dict, short_path, start_text
 
 FIX = "\n  fix: "
 # settings of a run folder that are repeated in a command to paste: the folder may be someone else's
+LEFT_OUT = ("resume", "resume_allow", "run_dir", "name", "trust")  # of a run that starts anew
 PLAIN = re.compile(
     r"(model|data|loss|optim|schedule|strategy|precision|train|checkpoint)(\.\w+)*=[\w.+-]+|cluster(\.processes)?=[\w-]+"
 )
@@ -217,7 +218,8 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
     else:
         train_data = Loader(train_set, batch_size, *of_rank, **reading)
     sample = train_data.sample()
-    warnings += of_whole_batches(cfg, *sample)
+    if getattr(train_set, "is_stream", False):
+        warnings += of_whole_batches(cfg, *sample)
     begin_compile_cache(cfg, strategy, sample)
     if type(model).__module__.startswith("dtrain.") and not cfg.data[TARGET].startswith("dtrain."):
         check_reads(model, *sample, cfg.choices)
@@ -320,12 +322,11 @@ def of_few_samples(cfg: Settings, num_samples: int | None, world_size: int) -> I
 
 def of_whole_batches(cfg: Settings, inputs: Any, targets: Any) -> Iterator[str]:
     """Warn where a sample looks like a batch: each input has its own target, and there are as many as in a batch."""
-    sizes = {cfg.train.global_batch_size, cfg.train.micro_batch_size} - {1, None}
+    count = cfg.train.global_batch_size
     are_tensors = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
     if cfg.data[TARGET].startswith("dtrain.") or not are_tensors or not inputs.is_floating_point():
         return
-    if inputs.dim() > 2 and targets.dim() == 2 and inputs.shape[1] == targets.shape[1] and inputs.shape[1] in sizes:
-        count = inputs.shape[1]
+    if inputs.dim() > 2 and targets.dim() == 2 and inputs.shape[1] == targets.shape[1] == count > 1:
         yield (
             f"data={cfg.choices.get('data')}: each sample is {count} inputs with a target each, as if it was a batch, "
             f"and a step reads train.global_batch_size={cfg.train.global_batch_size} of them; a stream gives "
@@ -437,11 +438,10 @@ def of_changed_model(cfg: Settings, path: Path, error: ValueError) -> ValueError
     launches = from_rank_0(lambda: read_json(run_dir / "launch.json").get("launches"), "reading launch.json")
     if not launches:
         return at_def(ValueError(fix), made_by)
-    typed: dict[str, str] = {}
-    for word in (*launches[0].get("overrides", ()), *launches[-1].get("overrides", ())):
-        key = word.lstrip("+").partition("=")[0]
-        if PLAIN.fullmatch(word.lstrip("+")):
-            typed[key] = word.lstrip("+")
+    words = [word.lstrip("+") for one in (launches[0], launches[-1]) for word in as_dict(one).get("overrides") or ()]
+    if any(not PLAIN.fullmatch(word) and word.partition("=")[0] not in LEFT_OUT for word in words):
+        return at_def(ValueError(f"{fix}; or a new run, with another run_dir"), made_by)
+    typed = {word.partition("=")[0]: word for word in words if PLAIN.fullmatch(word)}
     new = next(name for n in itertools.count(2) if not (name := run_dir.with_name(f"{run_dir.name}-{n}")).exists())
     command = shlex.join(["launch", *typed.values(), f"run_dir={short_path(new)}"])
     return at_def(ValueError(f"{fix}; or train this model from the start: dtrain {command}"), made_by)
