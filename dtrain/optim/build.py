@@ -278,12 +278,14 @@ def check(make: MakeOptimizer, splits_weights: bool, names: Sequence[str] = ()) 
     `names`: of the weights, which a function of the user may choose by.
     """
     names = names if getattr(make, "func", None) is of_function else ()
+    if names:  # without the checks of of_function: by its shape, the small matrix may be in no group
+        make = make.args[0]  # type: ignore[attr-defined]
     try:
         whole, optimizer = updated(make, 1, 0, names)
     except Exception as error:
         if not names or "\n  fix: " in str(error):
             raise
-        log.info("the optimizer takes certain shapes only, so it could not be tried on a small matrix (%s)", error)
+        log.info("the optimizer takes certain shapes only, so it could not be tried on a small matrix (%r)", error)
         return
     name = type(optimizer).__name__
     for slots in optimizer.state.values():

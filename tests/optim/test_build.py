@@ -299,8 +299,16 @@ def by_shape(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(weights.values(), lr=0.1)
 
 
-def test_a_function_that_takes_certain_shapes_is_not_tried_on_another(caplog: pytest.LogCaptureFixture) -> None:
-    make = factory({"_target_": f"{__name__}.by_shape"}, [__name__], 64)
+def by_dimensions(named: Any) -> torch.optim.Optimizer:  # of a convolution
+    weights = [p for _, p in named]
+    return torch.optim.SGD([{"params": [p for p in weights if p.dim() == dim]} for dim in (4, 1)], lr=0.1)
+
+
+@pytest.mark.parametrize("function", [by_shape, by_dimensions])
+def test_a_function_that_takes_certain_shapes_is_not_tried_on_another(
+    function: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = factory({"_target_": f"{__name__}.{function.__name__}"}, [__name__], 64)
     with caplog.at_level("INFO", "dtrain"):
         check(make, False, ["0.weight"])
     assert "the optimizer takes certain shapes only" in caplog.text
