@@ -149,8 +149,10 @@ def uses_second(function: Any) -> bool:
 def works(loss: Any, *arguments: Any, **more: bool) -> bool:
     import torch
 
+    from dtrain.util.collective import Alone
+
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Alone():
             value = loss(*arguments, **more)
     except Exception:
         return False

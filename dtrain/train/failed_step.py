@@ -25,6 +25,7 @@ from dtrain.runs import causes
 from dtrain.runs.source_lines import at_def, at_return, source
 from dtrain.strategies.ddp import DDP
 from dtrain.train.process import log
+from dtrain.util.collective import Alone
 from dtrain.util.format import counted
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def explained(run: Run) -> Iterator[None]:
     except (RuntimeError, IndexError, ValueError, TypeError, KeyError, AttributeError) as error:
         found = None
         try:
-            found = second_look(run, error)
+            with Alone():  # peers may wait in another collective, or be done
+                found = second_look(run, error)
         except Exception:  # then the error speaks for itself
             log.exception("the failed step could not be looked at again")
         if found is None or found is error:

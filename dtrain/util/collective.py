@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.errors import CheckpointError as CheckpointError
 from dtrain.errors import bad
@@ -32,6 +33,15 @@ def rank() -> int:
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class Alone(TorchDispatchMode):
+    """Fails a collective at once: this rank looks at an error again, and its peers would not take part."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"{func} needs all ranks, and one of them tries something alone")
+        return func(*args, **(kwargs or {}))
 
 
 def wait_for_peers(works: Iterable[Any]) -> None:

@@ -263,3 +263,26 @@ def test_a_second_look_that_fails_hides_nothing(
     monkeypatch.setattr(failed_step, "of_place", lambda *_: 1 / 0)
     with caplog.at_level(logging.ERROR, "dtrain"):
         assert "modified by an inplace operation" in str(failed(InPlace(), Samples()))
+
+
+class Gathers(Net):
+    """Fails after a collective, as one rank may do alone."""
+
+    passed = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        dist.all_reduce(torch.ones(1))
+        self.passed += 1
+        return self.last(x).view(7, 9)
+
+
+def test_a_second_look_enters_no_collective_in_which_peers_do_not_wait() -> None:
+    model, passed = Gathers(), []
+    assert "shape '[7, 9]' is invalid" in str(failed(model, Samples())) and model.passed == 1
+
+    def gathering(outputs: Tensor, targets: Tensor) -> Tensor:
+        dist.all_reduce(torch.ones(1))
+        passed.append(1)
+        return outputs.view(7, 9)
+
+    assert "shape '[7, 9]' is invalid" in str(failed(Net(), Samples(), gathering)) and passed == [1]
