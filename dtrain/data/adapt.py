@@ -217,7 +217,8 @@ def adapted(name: str, data: Any, again: Callable[[], Any] | None = None, functi
         return Arrays(name, (data,), function)
     if isinstance(data, tuple) and data and all(map(is_array, data)):
         return Arrays(name, data, function)
-    refuse_columns(name, data, function)
+    if collate is None:  # a collate function may take samples that are lists
+        refuse_columns(name, data, function)
     refuse_class(name, data, function)
     if isinstance(data, nn.Module):
         raise bad("data", name, f"is a model ({type(data).__name__}), not data", f"model={name}")

@@ -128,6 +128,8 @@ def test_arrays() -> None:
         assert fix in str(caught.value).partition("\n  fix: ")[2], caught.value
     with pytest.raises(ValueError, match=r"torch.tensor\(inputs\)"):
         adapted("d", (x, y))  # of {"train": (x, y)}
+    own = DataLoader([[1, 2, 3, 4]] * 3, collate_fn=lambda samples: torch.tensor(samples))  # type: ignore[arg-type, misc]
+    assert len(adapted("d", own)) == 3, "a collate function takes lists"
     assert len(adapted("d", [[1, 2, 3, 4, 5, 6, 7]] * 6)) == 6  # samples, each a list of tokens
     assert adapted("d", (np.ones((2, 2), np.complex64), np.ones(2))).inputs.dtype == torch.complex64
     with pytest.raises(ValueError, match="array of <U1, not of numbers"):
