@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dtrain.config.files import TARGET, default_options
 from dtrain.config.source import inherited, likely, spec_of
 from dtrain.errors import bad
-from dtrain.runs.source_lines import at_attribute, at_class, at_def, at_return, returned
+from dtrain.runs.source_lines import at_attribute, at_class, at_def, at_return, returned, source
 from dtrain.util.format import short_path
 
 
@@ -46,6 +46,8 @@ def check(model: Any, function: Any = None) -> None:
             fix = "a module with all its sizes: nn.Linear(in_features, out_features), not nn.LazyLinear"
             raise at_attribute(bad("model", type(model).__name__, rule, fix), model, name.rpartition(".")[0])
     for place, wanted in not_trained(model):
+        if differentiates(model):  # by points that it keeps, as in a differential equation
+            break
         rule = f"{place} is a tensor with requires_grad, but no Parameter, so it is not trained"
         fix = f"self.{place.rpartition('.')[2]} = nn.{wanted}(…), or a buffer without requires_grad"
         raise at_attribute(bad("model", type(model).__name__, rule, fix), model, place)
@@ -86,6 +88,13 @@ def not_trained(model: nn.Module) -> Iterator[tuple[str, str]]:
                     kinds: dict[type, str] = {list: "ParameterList", tuple: "ParameterList", dict: "ParameterDict"}
                     yield f"{prefix}.{name}" if prefix else name, kinds.get(type(value), "Parameter")
                     break
+
+
+def differentiates(model: nn.Module) -> bool:
+    """Does code of the user compute gradients itself, as by torch.autograd.grad?"""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    nodes = (node for kind in kinds if (found := source(kind)) for node in ast.walk(found[1]))
+    return any(getattr(node, "attr", getattr(node, "id", "")) in ("grad", "autograd") for node in nodes)
 
 
 def check_trains(model: nn.Module) -> None:

@@ -227,7 +227,20 @@ class Beside(nn.Module):
         self.known["all"] = [self.known]
 
 
-def test_a_tensor_that_wants_a_gradient_is_told_unless_it_is_a_dummy() -> None:
+class Slope(Beside):
+    """A loss of the derivative at points that the model keeps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(self.layer(x * self.points).sum(), self.points, create_graph=True)
+        return slope
+
+
+class Steeper(Slope):
+    pass
+
+
+def test_a_tensor_that_wants_a_gradient_is_told_unless_it_is_a_dummy_or_differentiated_by() -> None:
+    assert isinstance(user_model.construct(lambda: Steeper("points"), 0), Steeper)
     assert isinstance(user_model.construct(lambda: Beside("dummy_tensor"), 0), Beside)
     with pytest.raises(ValueError, match="model=Beside: scale is a tensor with requires_grad, but no Parameter"):
         user_model.construct(lambda: Beside("scale"), 0)
