@@ -226,6 +226,6 @@ def own_loss(model: nn.Module) -> Callable[..., Any]:
             raise at_return(bad("model", name, rule, fix), type(self).forward)
         if not torch.compiler.is_compiling() and lacks_gradient(self, loss):
             raise without_gradient(self, "the loss")
-        return loss
+        return loss.reshape(()) if loss.shape == (1,) else loss  # which backward() takes, too
 
     return forward

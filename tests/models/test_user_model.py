@@ -216,6 +216,21 @@ def test_a_model_that_gives_no_loss_is_told() -> None:
         made(loss=losses_.own)
 
 
+class OneElement(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, targets: Any = None) -> torch.Tensor:
+        return self.layer(x).mean(0)
+
+
+def test_a_loss_of_one_element_is_a_number() -> None:
+    model: Any = OneElement()
+    user_model.complete(model, losses_.own, OneElement, 0)
+    assert model(torch.ones(2, 4), torch.zeros(2)).shape == () and model.eval()(torch.ones(2, 4)).shape == (1,)
+
+
 class Beside(nn.Module):
     """A tensor that makes torch.utils.checkpoint compute a gradient, and a dict that contains itself."""
 
