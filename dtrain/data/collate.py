@@ -141,10 +141,11 @@ def as_batch(batch: Any, notes: dict[str, None], text: Sequence[str] = ()) -> Ba
         if len(parts) == 1:
             return whole(parts[0]), no_targets(len(whole(parts[0])))
         if parts:
-            for i in {0, 1} if len(parts) == 2 else {len(parts) - 1}:
-                if parts[i] is NOTHING and isinstance(batch[i], (list, tuple)) and batch[i]:
+            for i, part in enumerate(parts):
+                if part is NOTHING and isinstance(batch[i], (list, tuple)) and batch[i]:
                     rule = f"part {i} of its samples is {kind_of(batch[i][0])} ({batch[i][0]!r:.40}), not numbers"
-                    raise bad("data", "…", rule, "a number for each text, as NAMES.index(text)")
+                    fix = "leave it out, return (inputs, targets); or " if len(parts) > 2 else ""
+                    raise bad("data", "…", rule, f"{fix}a number for each text, as NAMES.index(text)")
             first = parts[0] if len(parts) == 2 else tuple(parts[:-1])
             return whole(first), targets_of(parts[-1])
     inputs = tensors(batch, "the batch", notes)

@@ -392,3 +392,8 @@ def test_a_length_that_is_too_large_and_a_label_of_text_are_named() -> None:
         adapted("d", TooLong(1)).batch(np.array([3]), np.zeros(1, np.uint64))
     with pytest.raises(ValueError, match=r"part 1 of its samples is .*\('sine'\), not numbers"):
         adapted("d", TooLong("sine"))
+    for place in range(3):  # for example the name of a file
+        parts: list[Any] = [torch.ones(2, 2), torch.zeros(2)]
+        parts.insert(place, ["a.png", "b.png"])
+        with pytest.raises(ValueError, match=rf"part {place} of its samples is .*\n  fix: leave it out"):
+            as_batch(parts, {})
