@@ -210,7 +210,12 @@ def test_only_settings_are_respelled(fix: str, told: str) -> None:
 def test_names_of_other_programs_in_the_package() -> None:
     with pytest.raises(ImportError, match=r"dtrain has no Trainer\n  fix: dtrain\.fit"):
         from dtrain import Trainer  # type: ignore[attr-defined]  # noqa: F401
-    assert not hasattr(dtrain, "nothing")
+    with pytest.raises(AttributeError, match=r"dtrain has no Trainer\n  fix: dtrain\.fit"):
+        _ = dtrain.Trainer
+    assert not hasattr(dtrain, "nothing") and getattr(dtrain, "Callback", None) is None
+    from dtrain import launch
+
+    assert launch.__name__ == "dtrain.launch"
 
 
 def test_a_call_without_a_model_says_what_it_trains(own: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
