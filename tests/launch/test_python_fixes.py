@@ -37,6 +37,22 @@ class Every:
     def after_step(self, run):
         pass
 
+class Odd:  # a loss, an optimizer and a hook of which a hint may read no attribute
+    buffers, defaults = [1], None
+
+    def __init__(self, rates=torch.zeros(3), size: int = 3):
+        self.rates = [1.0]
+
+    @property
+    def size(self):
+        raise RuntimeError("not yet")
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+    def begin(self, run):
+        pass
+
 class Momentum(torch.optim.SGD):
     def __init__(self, params, lr, beta: float = 0.9):
         super().__init__(params, lr=lr)
@@ -165,6 +181,15 @@ def test_the_fix_is_accepted_as_it_is_printed(typed: str, own: dict[str, Any]) -
         ),
         ("Net, points, callbacks=[Hook(), Every(4)]", 'hooks=[own_things.Hook, (own_things.Every, {"every": 4})]'),
         ("Net, points, hooks=Every(4)", 'give the class: hooks=(own_things.Every, {"every": 4})'),
+        ("Net, points, hooks=[Hook(), Odd()]", 'hooks=[own_things.Hook, (own_things.Odd, {"rates": [1.0]})]'),
+        (
+            "Net, points, loss=Odd()",
+            'give the class: loss=own_things.Odd; with settings: loss=(own_things.Odd, {"setting": 1})',
+        ),
+        (
+            "Net, points, optim=Odd()",
+            'give the class: optim=own_things.Odd; with settings: optim=(own_things.Odd, {"setting": 1})',
+        ),
         ("Net, points, schedule=warm(0, 9, 5)", "give the function, without calling it: schedule=my_schedule"),
         ("Net, points, loss=smooth(ones, ones, 1)", "give the function, without calling it: loss=my_loss"),
         ("Net, points, dim=4", 'model=(own_things.Net, {"dim": 4})'),
