@@ -416,9 +416,12 @@ def check_outside_main(group: str, thing: Any) -> None:
     guarded = names_under_main(file) if file else {}
     name = thing.__name__
     code = getattr(thing, "__code__", None)
-    # what a `try` may catch is not looked at
-    loads = [*dis.get_instructions(code)] if code and not code.co_exceptiontable else []
+    # a decorator's function has the globals of another file, and what a `try` may catch is not looked at
+    is_here = getattr(thing, "__globals__", None) is vars(sys.modules["__main__"])
+    loads = [*dis.get_instructions(code)] if code and is_here and not code.co_exceptiontable else []
     used = [one.argval for one in loads if one.opname == "LOAD_GLOBAL"]
+    if {"__name__", "globals"} & {*used}:  # it asks whether it is in the script
+        used = []
     for needed in (name, *used):
         if needed in guarded and (needed == name or not hasattr(builtins, needed)):
             where = f"{short_path(Path(str(file)))}:{guarded[needed]}"
