@@ -124,7 +124,8 @@ def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
     is_data = group == "data" and isinstance(value, Mapping) and ("train" in value or is_bunch(value))
     if is_data and holds_objects(value):  # and no settings
         raise of_this_process(group, value)
-    if group == "model" and isinstance(value, Mapping) and {*value} & {*GROUPS}:
+    is_whole = group == "model" and isinstance(value, Mapping) and {*value} & {*GROUPS}
+    if is_whole and ("model" in value or holds_objects(value)):  # else the model of a fork may have a setting `loss`
         rule = "is a mapping of all arguments, and model is one of them"
         raise bad(
             "model",

@@ -13,6 +13,7 @@ import dtrain
 from dtrain.errors import ELSEWHERE, OPTIONS_ELSEWHERE
 from dtrain.launch.local import Local
 from dtrain.launch.python_fixes import in_python
+from dtrain.launch.python_objects import spell
 from tests.test_bad_inputs import COMPOSE_ONCE
 
 FILE = """
@@ -230,6 +231,10 @@ def test_each_option_elsewhere_becomes_an_argument() -> None:
 )
 def test_only_settings_are_respelled(fix: str, told: str) -> None:
     assert in_python(f"x: y\n  fix: {fix}", {}) == f"x: y\n  fix: {told}"
+
+
+def test_a_models_setting_may_have_the_name_of_a_group() -> None:
+    assert spell({"fork": "r", "model": {"loss": "l2"}})[0] == ["fork='r'", "model.loss='l2'"]
 
 
 def test_names_of_other_programs_in_the_package() -> None:
