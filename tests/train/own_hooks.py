@@ -173,7 +173,7 @@ class HasProperty:
     def after_step(self, run: Any) -> None: ...
 
     @property
-    def on_log(self) -> int:
+    def on_fit_end(self) -> int:
         return 3
 
 
