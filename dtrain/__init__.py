@@ -31,6 +31,7 @@ def __getattr__(name: str) -> Any:
 
 def absent(name: str) -> Exception:
     """Return the error of a name that dtrain lacks, with what to use in place of those of other programs."""
+    import sys
     from importlib.util import find_spec
 
     verbs = ("train", "launch", "run")  # the first two are folders, too
@@ -45,7 +46,8 @@ def absent(name: str) -> Exception:
         fix = "dtrain.fit(model=Net, data=my_data)   (docs/your-own.md)"
     elif bases:
         fix = "a plain class, or torch's; dtrain has no base classes   (docs/your-own.md)"
-    # `from dtrain import Trainer` replaces the text of an AttributeError by its own
-    kind = ImportError if theirs or bases else AttributeError
+    # `from dtrain import Trainer` replaces the text of an AttributeError by its own; hasattr() and getattr() expect one
+    is_import = sys._getframe(2).f_code.co_name == "_handle_fromlist" and name not in verbs
+    kind = ImportError if is_import else AttributeError
     causes.watch_script()
     return causes.refused(kind(f"dtrain has no {name}\n  fix: {fix}"))

@@ -14,6 +14,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,52 @@ def test_what_stands_in_the_block_that_ranks_do_not_run_is_refused(folder: Path)
     assert said[2] == f"schedule=warm: uses length, which is set {block % 16}"
     assert said[3].startswith("  fix: move length above that block")
     assert said[4] == "schedule=1: is a number, not a function or an option" and "=my_schedule" in said[5]
+
+
+ASKS = """
+import functools
+from logged import logged
+
+@logged
+def decorated():
+    return 1
+
+def asking():
+    return args if __name__ == "__main__" else 1
+
+def looking():
+    return args if "args" in globals() else 1
+
+def wrong():
+    return args
+
+if __name__ == "__main__":
+    log, args = 3, 4
+"""
+LOGGED = """
+import functools
+log = print
+
+def logged(function):
+    @functools.wraps(function)
+    def inner():
+        log("made")
+        return function()
+    return inner
+"""
+
+
+def test_what_ranks_never_use_of_that_block_is_no_mistake(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "logged.py").write_text(LOGGED)
+    (folder / "asks.py").write_text(ASKS)
+    script: Any = types.ModuleType("__main__")
+    script.__file__ = str(folder / "asks.py")
+    exec(ASKS, vars(script))
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    for function in (script.decorated, script.asking, script.looking):
+        python_objects.check_outside_main("data", function)
+    with pytest.raises(ValueError, match="wrong: uses args"):
+        python_objects.check_outside_main("data", script.wrong)
 
 
 def test_ctrl_c_saves_and_ends_the_script_with_75(folder: Path) -> None:

@@ -34,22 +34,30 @@ def methods_of(target: str) -> set[str] | None:
     source = class_source(target)
     if source is None:
         return None
-    found = {node.name: arity(node) for node in source.body if isinstance(node, ast.FunctionDef)}
     nodes = {node.name: node for node in source.body if isinstance(node, ast.FunctionDef)}
-    attributes = [node for node in ast.walk(source) if isinstance(node, ast.Attribute)]
-    # after_step = … in the class, self.after_step = … in a method; not the run.model.state_dict() of another object
-    assigned = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
+    found = {name: arity(node) for name, node in nodes.items()}
+    # after_step = … in the class, self.after_step = … in a method; not run.end = … of another object
+    assigned = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"}  # fmt: skip
     for statement in source.body:
         if isinstance(statement, (ast.Assign, ast.AnnAssign)):
             assigned |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
     found |= {name: None for name in assigned & METHODS.keys() - found.keys()}
-    others = [name for name in nodes if name.startswith("on_") and meant(name) and name not in called_in(target)]
-    if others and not source.bases and found.keys() & METHODS.keys() and meant(others[0]) not in found:
+    others = [
+        name for name, node in nodes.items() if name.startswith("on_") and meant(name) and not node.decorator_list
+    ]
+    others = [] if source.bases or is_dynamic(source) else [name for name in others if name not in called_in(target)]
+    if others and found.keys() & METHODS.keys() and meant(others[0]) not in found:
         rule = f"{place(target, nodes[others[0]])}: {source.name}.{others[0]} is not a method that dtrain calls"
         fix = f"did you mean {meant(others[0])}? If it is for {source.name} itself: _{others[0]}"
         raise bad(HOOKS, target, rule, fix)
     check_methods(target, found, not source.bases, lambda name: f"{place(target, nodes.get(name, source))}: ")
     return set(nodes)
+
+
+def is_dynamic(source: ast.ClassDef) -> bool:
+    """Does a class look for its methods by name, as getattr(self, f"on_{event}") does?"""
+    return any(isinstance(node, ast.Name) and node.id == "getattr" for node in ast.walk(source))
 
 
 def called_in(target: str) -> set[str]:

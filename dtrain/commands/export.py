@@ -39,12 +39,11 @@ def main(argv: list[str]) -> int:
     ending = Path(options.out or "").suffix.lower()
     if options.format == "safetensors" and ending in ENDINGS:
         rule = "has the ending of another format, and --format is safetensors"
-        asked = shlex.join(
-            [word for word in [options.run, *(["--format", ENDINGS[ending]] if ENDINGS[ending] else [])]]
-        )
-        target = options.out if ENDINGS[ending] == "gguf" else str(Path(options.out).with_suffix(""))
-        target = target if ENDINGS[ending] else str(Path(options.out).with_suffix(".safetensors"))
-        raise bad("OUT", options.out, rule, f"dtrain export {asked} {shlex.quote(target)}")
+        kind = ENDINGS[ending]
+        stem, suffix = str(Path(options.out).with_suffix("")), {"gguf": ending, "onnx": ""}.get(kind, ".safetensors")
+        asked = [options.run, *(["--format", kind] if kind else []), stem + suffix]
+        asked += ["--ema"] if options.ema else []
+        raise bad("OUT", options.out, rule, f"dtrain export {shlex.join(asked)}")
     if options.format == "onnx" and options.dtype not in (None, "float32"):
         rule = "an onnx export has fp32 weights"
         raise bad("--dtype", options.dtype, rule, "leave it out, and convert model.onnx with onnxruntime's tools")

@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib
 import importlib.machinery
+import linecache
 import os
 import re
 import sys
@@ -169,7 +170,7 @@ def made_at_import(target: str, found: Any) -> ValueError:
     kind = "an array" if hasattr(found, "dtype") else f"an object ({type(found).__name__})"
     rule = f"is {kind} that {module} makes when it is imported, but dtrain calls a class or function to make one"
     file = getattr(sys.modules.get(module), "__file__", None)
-    lines = Path(file).read_text(encoding="utf-8").splitlines() if file and file.endswith(".py") else []
+    lines = linecache.getlines(file) if file and file.endswith(".py") else []  # of any encoding
     at = next(((i, line) for i, line in enumerate(lines, 1) if re.match(rf"{name}\s*[:=,]", line)), None)
     made = at[1].partition("=")[2].strip() if at else "…"
     made = made if at and re.search(r"[\w)\]]$", made) and made.count("(") == made.count(")") else f"{name}"

@@ -404,7 +404,8 @@ def no_module(target: str, module: str, key: str) -> ValueError:
     near = difflib.get_close_matches(part, here, 1, 0.6)
     rule = f"there is no module {part} in this folder, nor is one installed"
     if part not in INSTALLED_ALONE and (there := defined_here(name, key)):
-        return bad(key, target, rule, f"did you mean {key}={there[0]}?")
+        nearest = difflib.get_close_matches(target, there, 1, 0)[0]  # of several files with such a class
+        return bad(key, target, rule, f"did you mean {key}={nearest}?")
     library = difflib.get_close_matches(part, [] if near else INSTALLED_ALONE, 1, 0.8)
     if library and spec_of(library[0]) is None:
         meant = "" if library[0] == part else f"did you mean {key}={'.'.join([library[0], *parts[1:], name])}? Then "

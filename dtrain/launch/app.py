@@ -152,6 +152,8 @@ def processes_of(environ: Mapping[str, str]) -> tuple[str, int, int, int] | None
     """Return who started this launcher several times, this one's number, how many there are, and on how many nodes."""
     if VARIABLE in environ or SCRIPT_RUN in environ:  # a rank of dtrain's own, or a program that it runs
         return None
+    if "SLURM_PTY_PORT" in environ:  # the shell of srun --pty: only the first task has the terminal
+        environ = {name: value for name, value in environ.items() if not name.startswith(("SLURM_STEP_", "PMI_"))}
     elastic = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
     for starter, mark, rank, total, on_node in (
         (elastic, "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),

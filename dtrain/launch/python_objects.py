@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dtrain.config.build import is_module
 from dtrain.config.files import SEVERAL, flatten, setting_prefix
 from dtrain.config.hydra_errors import GROUPS
 from dtrain.config.source import names_under_main
@@ -123,7 +124,8 @@ def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
     is_data = group == "data" and isinstance(value, Mapping) and ("train" in value or is_bunch(value))
     if is_data and holds_objects(value):  # and no settings
         raise of_this_process(group, value)
-    if group == "model" and isinstance(value, Mapping) and {*value} & {*GROUPS}:
+    is_whole = group == "model" and isinstance(value, Mapping) and {*value} & {*GROUPS}
+    if is_whole and ("model" in value or holds_objects(value)):  # else the model of a fork may have a setting `loss`
         rule = "is a mapping of all arguments, and model is one of them"
         raise bad(
             "model",
@@ -263,7 +265,7 @@ def holds_objects(value: Any) -> bool:
     """Is it, or does it contain, more than a configuration can hold?"""
     if isinstance(value, (Mapping, list, tuple)):
         return any(map(holds_objects, value.values() if isinstance(value, Mapping) else value))
-    is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0  # of numpy
+    is_scalar = hasattr(type(value), "item") and getattr(value, "ndim", None) == 0  # of numpy
     return not (value is None or is_scalar or isinstance(value, (bool, int, float, str, Path)))
 
 
@@ -291,12 +293,14 @@ def class_and_settings(value: Any) -> str:
     except (TypeError, ValueError):  # a builtin
         return name
     settings = []
+    attributes = vars(value) if hasattr(type(value), "__dict__") else {}  # not its properties, which may raise
     for one in parameters:
-        kept = getattr(value, one.name, getattr(value, f"_{one.name}", one))  # most classes keep it under its name
-        is_plain = kept is not one and not holds_objects(kept)
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             continue
-        if one.default is one.empty or (is_plain and kept != one.default):
+        kept = attributes.get(one.name, attributes.get(f"_{one.name}", one))  # most classes keep it under its name
+        is_plain = kept is not one and not holds_objects(kept)
+        is_other = holds_objects(one.default) or (is_plain and kept != one.default)  # an array has no plain !=
+        if one.default is one.empty or (is_plain and is_other):
             settings.append(f"{json.dumps(one.name)}: {literal(kept) if is_plain else '…'}")
     return f"({name}, {{{', '.join(settings)}}})" if settings else name
 
@@ -326,12 +330,13 @@ def as_function(group: str, thing: Any) -> str:
             ours = (foreign_option(group, kind) or "schedule=cosine").partition("=")[2]
             own = "`def my_schedule(step, steps)`, the share of the peak rate"
             return f'schedule="{ours}"; or {own}, and schedule=my_schedule'
-        if group == "loss" and list(getattr(thing, "buffers", tuple)()):  # class weights are no setting
+        if group == "loss" and is_module(thing) and list(thing.buffers()):  # class weights are no setting
             how = f"return {name}(…)(outputs, targets)"
             return f"def my_loss(outputs, targets): {how} at the top level of the file, and loss=my_loss"
         if group in SEVERAL:
             return f"give the class: {group}={class_and_settings(thing)}"
-        rate = getattr(thing, "defaults", {}).get("lr") if group == "optim" else None
+        defaults = getattr(thing, "defaults", None) if group == "optim" else None
+        rate = defaults.get("lr") if isinstance(defaults, Mapping) else None
         example = '"setting": 1' if not isinstance(rate, float) else f'"lr": {rate}'
         return f"give the class: {group}={name}; with settings: {group}=({name}, {{{example}}})"
     made = made_by(thing)
@@ -412,9 +417,12 @@ def check_outside_main(group: str, thing: Any) -> None:
     guarded = names_under_main(file) if file else {}
     name = thing.__name__
     code = getattr(thing, "__code__", None)
-    # what a `try` may catch is not looked at
-    loads = [*dis.get_instructions(code)] if code and not code.co_exceptiontable else []
+    # a decorator's function has the globals of another file, and what a `try` may catch is not looked at
+    is_here = getattr(thing, "__globals__", None) is vars(sys.modules["__main__"])
+    loads = [*dis.get_instructions(code)] if code and is_here and not code.co_exceptiontable else []
     used = [one.argval for one in loads if one.opname == "LOAD_GLOBAL"]
+    if {"__name__", "globals"} & {*used}:  # it asks whether it is in the script
+        used = []
     for needed in (name, *used):
         if needed in guarded and (needed == name or not hasattr(builtins, needed)):
             where = f"{short_path(Path(str(file)))}:{guarded[needed]}"

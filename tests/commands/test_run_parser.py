@@ -52,3 +52,17 @@ def test_other_mistakes_have_a_fix(command: str, told: str, capsys: pytest.Captu
     assert main(command.split()) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("error: ") and told in err and "usage:" not in err
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("m.gguf", "--format gguf m.gguf"),
+        ("m.onnx --ema", "--format onnx m --ema"),
+        ("m.bin", "m.safetensors"),
+        ("m.pt --ema", "m.safetensors --ema"),
+    ],
+)
+def test_an_export_with_the_ending_of_another_format(typed: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "some-run", *typed.split()]) == 2
+    assert capsys.readouterr().err.endswith(f"  fix: dtrain export some-run {fix}\n")

@@ -83,3 +83,18 @@ def test_a_file_beside_the_one_that_imports_it_is_no_package_to_install(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"\n  fix: from beside_pkg\.beside_layers import …, or start in beside_pkg$"):
         locate("beside_pkg.net.Net", ["beside_pkg"])
+
+
+def test_of_several_files_with_a_class_the_one_with_the_nearest_name_is_meant(tmp_path: Path) -> None:
+    for name in ("a_guard", "own_net", "z_net"):
+        (tmp_path / f"{name}.py").write_text("class Wave: ...\n")
+    with pytest.raises(ValueError, match=r"\n  fix: did you mean model=own_net\.Wave\?$"):
+        find("own_nett.Wave", "model")
+
+
+def test_the_line_of_an_object_is_found_in_a_file_of_any_encoding(tmp_path: Path) -> None:
+    text = "# -*- coding: latin-1 -*-\nname = 'Jürgen'\nsizes = [1, 2]\n"
+    (tmp_path / "latin_things.py").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"def my_sizes\(\): return \[1, 2\]") as refused:
+        locate("latin_things.sizes", ["latin_things"])
+    assert 'latin_things.py", line 3' in refused.value.__notes__[0]

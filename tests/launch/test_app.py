@@ -100,6 +100,7 @@ def test_a_launcher_that_was_started_several_times(
         ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, []),  # of the user's own shell
         (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, []),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "3"}, []),  # of an allocation
+        (STEP | {"SLURM_PTY_PORT": "4321", "PMI_RANK": "0", "PMI_SIZE": "4"}, []),  # srun --pty bash
         (STEP, ["cluster.node_rank=0"]),  # one launcher on each node
         (ELASTIC | {"DTRAIN_RUN_DIR": "run"}, []),  # a program that dtrain runs
     ],

@@ -13,6 +13,7 @@ import dtrain
 from dtrain.errors import ELSEWHERE, OPTIONS_ELSEWHERE
 from dtrain.launch.local import Local
 from dtrain.launch.python_fixes import in_python
+from dtrain.launch.python_objects import spell
 from tests.test_bad_inputs import COMPOSE_ONCE
 
 FILE = """
@@ -35,6 +36,22 @@ class Every:
         self.every, self.who = every, who
 
     def after_step(self, run):
+        pass
+
+class Odd:  # a loss, an optimizer and a hook of which a hint may read no attribute
+    buffers, defaults = [1], None
+
+    def __init__(self, rates=torch.zeros(3), size: int = 3):
+        self.rates = [1.0]
+
+    @property
+    def size(self):
+        raise RuntimeError("not yet")
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+    def begin(self, run):
         pass
 
 class Momentum(torch.optim.SGD):
@@ -165,6 +182,15 @@ def test_the_fix_is_accepted_as_it_is_printed(typed: str, own: dict[str, Any]) -
         ),
         ("Net, points, callbacks=[Hook(), Every(4)]", 'hooks=[own_things.Hook, (own_things.Every, {"every": 4})]'),
         ("Net, points, hooks=Every(4)", 'give the class: hooks=(own_things.Every, {"every": 4})'),
+        ("Net, points, hooks=[Hook(), Odd()]", 'hooks=[own_things.Hook, (own_things.Odd, {"rates": [1.0]})]'),
+        (
+            "Net, points, loss=Odd()",
+            'give the class: loss=own_things.Odd; with settings: loss=(own_things.Odd, {"setting": 1})',
+        ),
+        (
+            "Net, points, optim=Odd()",
+            'give the class: optim=own_things.Odd; with settings: optim=(own_things.Odd, {"setting": 1})',
+        ),
         ("Net, points, schedule=warm(0, 9, 5)", "give the function, without calling it: schedule=my_schedule"),
         ("Net, points, loss=smooth(ones, ones, 1)", "give the function, without calling it: loss=my_loss"),
         ("Net, points, dim=4", 'model=(own_things.Net, {"dim": 4})'),
@@ -207,10 +233,19 @@ def test_only_settings_are_respelled(fix: str, told: str) -> None:
     assert in_python(f"x: y\n  fix: {fix}", {}) == f"x: y\n  fix: {told}"
 
 
+def test_a_models_setting_may_have_the_name_of_a_group() -> None:
+    assert spell({"fork": "r", "model": {"loss": "l2"}})[0] == ["fork='r'", "model.loss='l2'"]
+
+
 def test_names_of_other_programs_in_the_package() -> None:
     with pytest.raises(ImportError, match=r"dtrain has no Trainer\n  fix: dtrain\.fit"):
         from dtrain import Trainer  # type: ignore[attr-defined]  # noqa: F401
-    assert not hasattr(dtrain, "nothing")
+    with pytest.raises(AttributeError, match=r"dtrain has no Trainer\n  fix: dtrain\.fit"):
+        _ = dtrain.Trainer
+    assert not hasattr(dtrain, "nothing") and getattr(dtrain, "Callback", None) is None
+    from dtrain import launch
+
+    assert launch.__name__ == "dtrain.launch"
 
 
 def test_a_call_without_a_model_says_what_it_trains(own: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,6 +162,26 @@ class OneOtherName:
     def on_train_end(self, run: Any) -> None: ...
 
 
+class Dispatches:
+    def after_step(self, run: Any) -> None:
+        getattr(self, f"on_{'epoch_end'}")(run)
+
+    def on_epoch_end(self, run: Any) -> None: ...
+
+
+class HasProperty:
+    def after_step(self, run: Any) -> None: ...
+
+    @property
+    def on_fit_end(self) -> int:
+        return 3
+
+
+class SetsAnother:
+    def begin_once(self, run: Any) -> None:
+        run.end = 3
+
+
 class Assigned:
     after_step = lambda self, run: None  # noqa: E731
 

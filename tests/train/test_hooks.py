@@ -176,7 +176,10 @@ def test_what_a_hook_may_not_return(hook: str, words: list[str], size: int, tmp_
     assert "own_hooks.py:" in place, "the line of the user's code"
 
 
-@pytest.mark.parametrize("hook", ["Assigned", "AssignedLater", "Helped", "HelpedByAFunction", "Looks", "Tenth"])
+@pytest.mark.parametrize(
+    "hook",
+    ["Assigned", "AssignedLater", "Dispatches", "HasProperty", "Helped", "HelpedByAFunction", "Looks", "Tenth"],
+)
 def test_methods_of_other_forms_and_names_are_no_mistake(hook: str, tmp_path: Path) -> None:
     hooked(tmp_path, hooks=f"hooks={OWN}.{hook}", size=1)
     view: Any = SimpleNamespace(step=0)
@@ -197,6 +200,7 @@ def test_methods_of_other_forms_and_names_are_no_mistake(hook: str, tmp_path: Pa
         (f"hooks={OWN}.Idle", ["Idle has no method that dtrain calls", "after_evaluation"]),
         (f"hooks={OWN}.OtherName", ["OtherName has no method", "def after_step(self, run), in place of on_step_end"]),
         (f"hooks={OWN}.OneOtherName", ["OneOtherName.on_train_end is not a method", "did you mean end?"]),
+        (f"hooks={OWN}.SetsAnother", ["SetsAnother has no method that dtrain calls"]),
         (f"hooks={OWN}.HalfState", ["has state_dict, but not load_state_dict"]),
         (f"hooks={OWN}.a_function", ["is a function, and a hook is a class"]),
         (f"hooks={OWN}.Trained", ["train_metrics needs the outputs of a training step", "rename it to eval_metrics"]),
