@@ -27,7 +27,7 @@ from torch import Tensor
 
 import dtrain
 from dtrain.config import run_file
-from dtrain.config.files import GROUPS, SEVERAL, TARGET
+from dtrain.config.files import GROUPS, SEVERAL, TARGET, sections
 from dtrain.config.redaction import hide
 from dtrain.config.source import names_under_main
 from dtrain.errors import bad
@@ -261,14 +261,15 @@ def as_typed(text: str, run_dir: Path) -> str:
 def objects_of(run_dir: Path, error: BaseException) -> list[str]:
     """Return what of the user's dtrain was using, as data=net.points, net.py:12: of an error without a line of it."""
     with contextlib.suppress(Exception):  # the error itself is what matters
-        choices = run_file.load(run_dir).get("choices", {})
-        own: dict[str, list[str]] = {}
-        for group, chosen in choices.items():
-            names = str(chosen).strip("[]").split(",")
-            own[group] = [name for name in map(str.strip, names) if "." in name and not name.startswith("dtrain.")]
-        own = {group: names for group, names in own.items() if names and group in GROUPS}
-        used = next((groups for groups in causes.groups_of(error) if own.keys() & {*groups}), tuple(own))
-        return [described(group, name) for group in used for name in own.get(group, ())]
+        config = run_file.load(run_dir)
+        choices = config.get("choices", {}).items()
+        chosen = [(group, str(name)) for group, name in choices if group in GROUPS and group not in SEVERAL]
+        # the choice of a hook is the name of its section
+        listed = [(g, str(s.get(TARGET))) for g in SEVERAL if config.get(g) for s in sections(config, g).values()]
+        own = [(g, name) for g, name in chosen + listed if "." in name and not name.startswith("dtrain.")]
+        groups = {group for group, _ in own}
+        used = next((some for some in causes.groups_of(error) if groups & {*some}), tuple(groups))
+        return [described(group, name) for group, name in own if group in used]
     return []
 
 

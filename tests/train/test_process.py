@@ -181,18 +181,19 @@ def of_the_user() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choices", "words"),
+    ("choices", "hooks", "words"),
     [
-        ({"data": f"{__name__}.of_the_user", "model": "net.Net"}, [f"data={__name__}.of_the_user"]),
-        ({"data": "mnist", "model": "net.Net"}, ["model=net.Net"]),
-        ({"data": "mnist", "model": "gpt2-tiny"}, []),
+        ({"data": f"{__name__}.of_the_user", "model": "net.Net"}, {}, [f"data={__name__}.of_the_user"]),
+        ({"data": "mnist", "model": "net.Net"}, {}, ["model=net.Net"]),
+        ({"data": "mnist", "model": "gpt2-tiny"}, {}, []),
+        ({"data": "mnist", "hooks": "Mine"}, {"Mine": {"_target_": "net.Mine"}}, ["hooks=net.Mine"]),
     ],
 )
 def test_an_error_in_dtrain_names_the_object_that_it_used(
-    tmp_path: Path, choices: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, choices: dict[str, str], hooks: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.yaml").write_text(f"choices: {json.dumps(choices)}\n")
+    (tmp_path / "config.yaml").write_text(f"choices: {json.dumps(choices)}\nhooks: {json.dumps(hooks)}\n")
     with pytest.raises(TypeError) as caught:
         Arrays("net.points", (None,))
     error = caught.value.with_traceback(caught.value.__traceback__.tb_next)  # without this file
