@@ -30,8 +30,9 @@ def split_points(model: nn.Module, num_stages: int, split: list[int] | None) -> 
 
 
 def stage_of(model: nn.Module, low: int, high: int) -> nn.Module:
-    stage: nn.Module = copy.deepcopy(model).pipeline_split(low, high)  # type: ignore[operator]
-    return stage
+    copied = copy.deepcopy(model)
+    stage: nn.Module | None = copied.pipeline_split(low, high)  # type: ignore[operator]
+    return copied if stage is None else stage  # it may delete in place
 
 
 def num_parameters(module: nn.Module) -> int:
