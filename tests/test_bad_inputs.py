@@ -292,6 +292,12 @@ CASES = [
     case("launch train.nonfinite=maybe", "train.nonfinite=maybe", "one of stop, skip"),
     # arithmetic
     case("launch train.global_batch_size=31", "train.global_batch_size=31", "2 data-parallel ranks", "=30 or 32"),
+    case("launch cluster.processes=64", "64 data-parallel ranks", "fix: cluster.processes=32, or "),
+    case(
+        "launch strategy=tensor strategy.tp=3 cluster.processes=3",
+        "strategy.tp=3",
+        "strategy=fsdp, without strategy.tp",
+    ),
     case("launch train.micro_batch_size=5", "train.micro_batch_size=5", "fix: train.micro_batch_size=4"),
     case("launch train.global_batch_size=100 train.micro_batch_size=8", "=5, or train.global_batch_size=96 or 112\n"),
     case("launch train.global_batch_size=34 train.micro_batch_size=16", "fix: train.global_batch_size=32 or 64, or "),

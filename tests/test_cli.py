@@ -145,7 +145,7 @@ def test_the_command_that_a_copy_proposes_works(capsys: pytest.CaptureFixture[st
         (["recipes", "cp", "cpu-tiny", "no/such/folder.yaml"], "no/such/folder.yaml: No such file or directory"),
         (["data", "prepare", "nothing", "out"], "does not exist"),
         (["data", "prepare", "taken.yaml", "out", "--val-fraction", "2"], "val_fraction=2.0"),
-        (["data", "prepare", "taken.yaml", "out", "--tokenizer", "nothing"], "is not a file"),
+        (["data", "prepare", "taken.yaml", "out", "--tokenizer", "nothing"], "leave out --tokenizer for bytes"),
         (["data", "prepare", "taken.yaml", "/proc/out"], "/proc/"),
         (["export", "nothing"], "'nothing'"),
         (["sample", "nothing"], "'nothing'"),

@@ -227,7 +227,7 @@ def check_heads(model: dict[str, Any], tp: int, world_size: int) -> None:
         if count and count % tp:
             shared = math.gcd(heads, kv_heads, world_size)
             fits = max(d for d in range(1, tp) if shared % d == 0)
-            fix = f"strategy.tp={fits} strategy.dp=-1" if fits > 1 else "strategy=fsdp"
+            fix = f"strategy.tp={fits} strategy.dp=-1" if fits > 1 else "strategy=fsdp, without strategy.tp"
             raise bad("strategy.tp", tp, f"must divide model.{setting}={count}", fix)
 
 

@@ -20,8 +20,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--pattern", help="which files of a folder, e.g. '**/*.md'; default: its .txt or .jsonl files")
     parser.add_argument("--field", default="text", help="the JSON field or dataset column that holds the text")
     options = parser.parse_args(argv)
+    from dtrain.data.text import check_tokenizer
     from dtrain.data.tokens import prepare
 
+    check_tokenizer(options.tokenizer, "--tokenizer")
     choices = (options.tokenizer, options.val_fraction, options.pattern, options.field)
     meta = prepare(Path(options.source), Path(options.out), *choices)
     counts = f"{meta['train_tokens']:,} training and {meta['val_tokens']:,} validation tokens"

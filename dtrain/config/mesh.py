@@ -153,12 +153,11 @@ def batch_sizes(config: Mapping[str, Any], sizes: MeshSizes) -> tuple[int, int, 
         fitting = [n for n in (total // (sizes.dp * micro), total // (sizes.dp * micro) + 1) if n]
         if micro < (asked or 1):  # more samples than now would be several micro-batches, of which the last is smaller
             fitting = fitting[:1]
-        raise bad(
-            "train.global_batch_size",
-            total,
-            f"must be a multiple of the {sizes.dp} data-parallel ranks",
-            f"train.global_batch_size={' or '.join(str(n * sizes.dp * micro) for n in fitting)}",
-        )
+        fix = f"train.global_batch_size={' or '.join(str(n * sizes.dp * micro) for n in fitting)}"
+        cluster = config.get("cluster") or {}
+        if total < sizes.dp and cluster.get("nodes") == 1 and cluster.get("processes") == sizes.world_size:
+            fix = f"cluster.processes={sizes.world_size // sizes.dp * total}, or {fix}"  # so many may not fit here
+        raise bad("train.global_batch_size", total, f"must be a multiple of the {sizes.dp} data-parallel ranks", fix)
     per_rank = total // sizes.dp
     if sizes.pp > 1 and not asked:  # 4 micro-batches per stage keep a pipeline busy for 80% of the slots
         wanted = min(4 * sizes.pp, per_rank)

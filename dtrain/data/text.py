@@ -102,7 +102,8 @@ def check_tokenizer(path: str | None, setting: str = "data.tokenizer") -> None:
     if path is None:
         return
     if not Path(path).expanduser().is_file():
-        raise ValueError(f"{setting}={str(path)!r} is not a file\n  fix: give a tokenizer.json, or null for bytes")
+        bytes_by = "null for bytes" if setting == "data.tokenizer" else f"leave out {setting} for bytes"
+        raise ValueError(f"{setting}={str(path)!r} is not a file\n  fix: give a tokenizer.json, or {bytes_by}")
     if find_spec("tokenizers") is None:
         raise ValueError(
             f"{setting}={str(path)!r} needs the tokenizers package, which is not installed\n  fix: "

@@ -153,7 +153,12 @@ def loss_in(model: Any, outputs: Any, key: str = "model", name: str = "", functi
         raise losses.without_gradient(key, name, f"its loss is {kind_of(found)}, which has no gradient", function)
     kind = f"a dict with {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else kind_of(outputs)
     kind = "None: is a `return` missing?" if outputs is None else f"{kind}, without a loss"
-    raise at_return(bad(key, name, f"{'forward ' * (key == 'model')}returned {kind}", FIX), function)
+    fix = FIX
+    is_hf = outputs is not None and str(getattr(function, "__module__", "")).startswith("transformers.")
+    if is_hf and "labels" in inspect.signature(function).parameters:
+        kind += ", which it computes only from labels"
+        fix = 'samples with a field "labels", or (inputs, targets) with loss=cross_entropy'
+    raise at_return(bad(key, name, f"{'forward ' * (key == 'model')}returned {kind}", fix), function)
 
 
 def is_number(value: Any) -> bool:

@@ -105,6 +105,27 @@ HINTS: tuple[tuple[str, str], ...] = (
         r"Expected tensor for argument #1 'indices' to have one of the following scalar types",
         "an embedding takes whole numbers: x.long()",
     ),
+    (
+        r"all elements of (input|target) should be between 0 and 1",
+        "that loss takes probabilities, and targets of 0 and 1: for the scores of a last layer without sigmoid it is "
+        "torch.nn.functional.binary_cross_entropy_with_logits",
+    ),
+    (
+        r"Input type \((unsigned char|long|int|double|bool)\) and bias type",
+        "the inputs are no float32: x.float() in the data set, x.float() / 255 for images of bytes",
+    ),
+    (
+        r"argument 'input' \(position 1\) must be Tensor, not tuple",
+        "a recurrent layer, and attention, returns a tuple, of which the first part is the output: x, _ = layer(x)",
+    ),
+    (
+        r"Classification metrics can't handle a mix of \w+ and continuous",
+        "the outputs are scores, one for each class: outputs.argmax(-1) are the predicted classes",
+    ),
+    (
+        r"connect to '?https://huggingface\.co|outgoing traffic has been disabled|HF_HUB_OFFLINE",
+        "where there is a network: hf download OWNER/NAME --local-dir ./NAME; then from_pretrained('./NAME')",
+    ),
     (r"^list is not a Module subclass", "one argument for each layer: nn.Sequential(*layers)"),
     (
         r'Unexpected key\(s\) in state_dict: "module\.',

@@ -87,6 +87,13 @@ class Hooks:
             self._watch_steps()
         self._call_each("begin", self.view)
 
+    def of_no_validation(self) -> list[str]:
+        """Warn of hooks that only measure an evaluation, for data without a validation split."""
+        rule = "eval_metrics is never called, as the data have no validation split; train_metrics sees the training"
+        others = METHODS.keys() - STATE - {"eval_metrics", "begin", "end"}
+        alone = [n for n in self._having("eval_metrics") if not any(hasattr(self.all[n], other) for other in others)]
+        return [f"hooks={self.targets[name]}: {rule}" for name in alone]
+
     def is_due(self, step: int) -> bool:
         """Whether a hook wants to see this step: then its metrics are read at once."""
         return any(step % getattr(self.all[name], "every", 1) == 0 for name in self._having("after_step"))

@@ -239,6 +239,7 @@ def set_up(folder: Path, cfg: Settings, device: torch.device, saver: Saver, time
 
     if validation is None:
         check_split(cfg, str(cfg.choices.get("data")))
+        warnings += hooks.of_no_validation()
 
     # ---- the newest good checkpoint of this run, whatever layout it was saved under ----------------------------
     fresh = FreshState(cfg.train.spike == "rollback")

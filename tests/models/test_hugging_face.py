@@ -87,6 +87,13 @@ def test_a_folder_is_looked_at_before_anything_starts(tmp_path: Path, capsys: py
     assert f"fix: data.seq_len={mine.gpt2().config.n_positions}, or" in capsys.readouterr().err
 
 
+def test_a_batch_without_labels() -> None:
+    model = mine.gpt2()
+    inputs = torch.zeros(2, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"without a loss, which it computes only from labels\n  fix: samples with a "):
+        calling.loss_in(model, model(inputs), "model", "GPT2", type(model).forward)
+
+
 def test_what_a_model_returns() -> None:
     one, two = torch.tensor(1.0), torch.tensor(2.0)
     model = nn.Linear(1, 1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from numpy import ones as np_ones
+from sklearn.metrics import accuracy_score
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -59,6 +60,13 @@ def pandas() -> Any:
     [
         (lambda: nn.Linear(4, 2)(nn.ReLU(torch.ones(4))), "nn.ReLU(…) makes a layer, and does not call it"),
         (lambda: nn.Sequential([nn.Linear(4, 2)]), "nn.Sequential(*layers)"),  # type: ignore[arg-type]
+        (lambda: nn.Linear(4, 2)(nn.LSTM(4, 4)(torch.ones(2, 3, 4))), "x, _ = layer(x)"),
+        (lambda: nn.Conv2d(1, 2, 3)(torch.ones(1, 1, 8, 8).byte()), "x.float() / 255"),
+        (
+            lambda: nn.functional.binary_cross_entropy(torch.full((2,), 1.5), torch.ones(2)),
+            "binary_cross_entropy_with_logits",
+        ),
+        (lambda: accuracy_score([0, 1], [[0.2, 0.3], [0.1, 0.4]]), "outputs.argmax(-1)"),
         (lambda: Net().load_state_dict({"module.last.weight": torch.ones(2, 4)}), "k.removeprefix('module.')"),
         (lambda: Net().device, "leave out .to(self.device)"),
         (lambda: nn.Linear(4, 5 / 2), "// in place of /"),  # type: ignore[arg-type]

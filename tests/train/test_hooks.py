@@ -50,7 +50,13 @@ def failure(run: Path) -> str:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "tensor", "pipeline"])
 def test_all_methods_under_a_strategy_and_after_a_kill(strategy: str, tmp_path: Path) -> None:
-    options = [f"strategy={strategy}", "train.micro_batch_size=2", "hooks.Everything.die_at=4"]
+    # a save in the background may not be complete yet when the ranks are killed
+    options = [
+        f"strategy={strategy}",
+        "train.micro_batch_size=2",
+        "hooks.Everything.die_at=4",
+        "checkpoint.background=false",
+    ]
     whole, killed = (hooked(tmp_path / name, *options) for name in ("whole", "killed"))
     assert train(whole, 2) == [0, 0]
     evaluations = {line["step"]: line for line in metrics(whole) if "val_loss" in line}
@@ -80,6 +86,15 @@ def test_state_moves_to_another_strategy_and_number_of_ranks(tmp_path: Path) -> 
     assert train(hooked(tmp_path, "strategy=fsdp", size=1)) == [0]
     assert (run / "end-0.txt").read_text().startswith("([2, 4, 6],")
     assert [line["seen"] for line in metrics(run) if "seen" in line] == [1.0, 2.0, 3.0]
+
+
+def test_a_hook_that_is_never_called_is_warned_of() -> None:
+    found = {}
+    for name in ("Likelihood", "Everything"):
+        view: Any = SimpleNamespace(step=0)
+        found[name] = Hooks({name: {"_target_": f"{OWN}.{name}"}}, [OWN], view).of_no_validation()
+    assert "Likelihood: eval_metrics is never called, as the data have no validation" in found["Likelihood"][0]
+    assert found["Everything"] == [], "it does more than that"
 
 
 def test_hooks_change_no_bit_of_the_training(tmp_path: Path) -> None:
