@@ -30,7 +30,9 @@ from dtrain.config.files import (
     yaml_loader,
 )
 from dtrain.config.files import GROUPS as GROUPS
-from dtrain.config.source import defined_here, exports, nearest_name, source_of
+from dtrain.config.source import source_of
+from dtrain.config.source_files import exports
+from dtrain.config.source_hints import defined_here, nearest_name
 from dtrain.errors import OTHERWISE, foreign, foreign_option, unknown
 from dtrain.util import disk_space
 from dtrain.util.format import argument

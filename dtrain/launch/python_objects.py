@@ -24,7 +24,7 @@ from typing import Any
 from dtrain.config.build import is_module
 from dtrain.config.files import SEVERAL, flatten, setting_prefix
 from dtrain.config.hydra_errors import GROUPS
-from dtrain.config.source import names_under_main
+from dtrain.config.source_files import names_under_main
 from dtrain.errors import bad, foreign_option
 from dtrain.launch.quoting import quote
 from dtrain.util.format import short_path
