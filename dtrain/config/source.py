@@ -29,10 +29,10 @@ from dtrain.config.source_hints import (
     choice,
     defined_here,
     in_torch,
-    is_module,
     likely,
     members,
     missing,
+    module_not_class,
 )
 from dtrain.errors import bad, foreign_option
 from dtrain.util.format import short_path
@@ -62,7 +62,7 @@ def find(target: str, key: str, permit: Callable[[str], object] = bool, jumps: i
         raise no_module(target, module, key)
     if not spec.origin or not spec.origin.endswith(".py"):
         if jumps == 0 and not spec.origin and spec_of(target) is not None:  # a folder without __init__.py
-            raise is_module(target, key)
+            raise module_not_class(target, key)
         if jumps == 0 and module.partition(".")[0] in sys.stdlib_module_names and (there := defined_here(name, key)):
             raise bad(key, target, f"{module} is a module of Python's own", f"did you mean {key}={there[0]}?")
         return None

@@ -29,7 +29,7 @@ SHORT = {
 
 def missing(key: str, target: str, module: str, name: str, file: str, names: list[str]) -> NoReturn:
     if spec_of(target) is not None:
-        raise is_module(target, key)
+        raise module_not_class(target, key)
     is_users = own_file(module.partition(".")[0]) is not None
     where = short_path(Path(file)) if is_users else module
     if there := defined_here(name, key):
@@ -115,7 +115,7 @@ def check_shadowed(target: str, key: str) -> None:
     raise bad(key, target, f"{top} is also the name of {whose}, so {old} is never imported", fix)
 
 
-def is_module(target: str, key: str) -> ValueError:
+def module_not_class(target: str, key: str) -> ValueError:
     """The name of a module in place of a class: list what is in it."""
     names = members(target, key)
     short = {name.rpartition(".")[2]: name for name in names}
