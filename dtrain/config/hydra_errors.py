@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import difflib
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,30 +12,21 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.config.files import (
     CONF,
-    HOOKS,
     LOGGER,
     RECIPES,
     SECRET,
     SEVERAL,
     default_of,
     default_options,
-    flatten,
     known_settings,
     options_of,
     read_yaml,
-    setting_prefix,
-    yaml_loader,
 )
 from dtrain.config.files import GROUPS as GROUPS
-from dtrain.config.source import source_of
-from dtrain.config.source_files import exports
-from dtrain.config.source_hints import defined_here, nearest_name
-from dtrain.errors import OTHERWISE, foreign, foreign_option, unknown
+from dtrain.config.meant_option import OWN, called, meant_option
+from dtrain.config.unknown_settings import accepted, unknown_setting
 from dtrain.util import disk_space
-from dtrain.util.format import argument
 
-TORCH_OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
-OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")  # my_pkg.net.Net: the user's own code, as an option
 MISTAKES = (HydraException, OmegaConfBaseException, ValueError, OSError)  # user errors: shown as one message with a fix
 
 
@@ -171,73 +159,6 @@ def of_config_flag(name: str, argv: Sequence[str]) -> str:
     return f"{flag}={flags.get(flag, name)}: {rule}\n  fix: {fix}"
 
 
-def meant_option(group: str, option: str, options: list[str]) -> str:
-    """Return what was probably meant by an option that there is not, up to a list of all options."""
-    longer = [o for o in options if option and o.startswith(f"{option.lower()}-")]  # a100: a100-40gb or a100-80gb
-    same = next((o for o in options if o == option.lower()), "")
-    near = [same] if same else longer[:4] or difflib.get_close_matches(option.lower(), options, 1, 0.6)
-    meant = None if same else foreign_option(group, option)
-    if of_torch := [name for name in TORCH_OPTIMIZERS if group == "optim" and option.lower() == name.lower()]:
-        return f"optim=torch.optim.{of_torch[0]}, or optim={near[0] if near else 'adamw'}; "
-    if fix := called(group, option):
-        return f"{fix}; "
-    if group == "loss" and not (same or meant) and (name := nearest_name(option, torch_losses())):
-        return f"loss=torch.nn.{name}; "
-    if group == "data" and "/" in option:
-        return f"data=text data.path={option}; for folders of images: data=images data.path={option}; "
-    if group == "model" and Path(option).is_dir():
-        return f"model=hf:{option}; "
-    if meant and group == "model" and "/" in option:  # who names the Hub means those weights
-        return (
-            f"model=hf:FOLDER (that save_pretrained() wrote; nothing is downloaded), or {meant} with random weights; "
-        )
-    if meant:
-        return f"{meant}; "
-    if group == HOOKS and not near:
-        return "hooks=MODULE.CLASS, a class of yours (docs/your-own.md#hooks); "
-    return f"did you mean {' or '.join(f'{group}={o}' for o in near)}? " if near else ""
-
-
-def called(group: str, text: str) -> str:
-    """Return what to type for a call, model=net.Net(dim=32): the arguments are settings. "" if it is none."""
-    from dtrain.config.schema import signature
-
-    try:
-        call = ast.parse(text.strip("'\""), mode="eval").body
-    except (SyntaxError, ValueError):
-        return ""
-    if group not in GROUPS or not isinstance(call, ast.Call) or not re.fullmatch(r"[\w.]+", ast.unparse(call.func)):
-        return ""
-    target = ast.unparse(call.func)
-    if "." not in target and target not in options_of(group):
-        target = next(iter(defined_here(target, group)), f"MODULE.{target}")
-    names: list[str] = []
-    with contextlib.suppress(ValueError):  # there is no such class
-        names = [*(signature(target, group, [target.rpartition(".")[0]]) or ())]
-    is_function = isinstance(source_of(target), ast.FunctionDef)
-    plain = [value for value in call.args if not isinstance(value, (ast.Name, ast.Attribute, ast.Call, ast.Starred))]
-    if len(plain) == len(call.args):  # without what dtrain gives: the parameters; outputs and targets
-        names = names[1 if group == "optim" else 2 if group in ("loss", "schedule") and is_function else 0 :]
-    pairs = [(names[i] if i < len(names) else "NAME", value) for i, value in enumerate(call.args) if value in plain]
-    pairs += [(one.arg, one.value) for one in call.keywords if one.arg]
-    prefix = setting_prefix(group, target.rpartition(".")[2])
-    return " ".join([f"{group}={target}", *(assigned(f"{prefix}.{name}", value) for name, value in pairs)])
-
-
-def assigned(key: str, node: ast.expr) -> str:
-    """Return a setting with a value that is written in Python, ready to paste."""
-    try:
-        value = ast.literal_eval(node)
-    except ValueError:
-        return f"{key}=…"
-    if isinstance(value, str):
-        return argument(key, value)
-    if isinstance(value, (dict, set, bytes, complex)) or value is ...:
-        return f"{key}=…"
-    text = json.dumps(value, separators=(",", ":"))
-    return f"{key}={text}" if re.fullmatch(r"[\w.+-]*", text) else f"'{key}={text}'"
-
-
 def is_list(key: str) -> bool:
     """Does the setting, or the group, take a list?"""
     return key in SEVERAL or isinstance(default_of(key), list)
@@ -259,160 +180,6 @@ def not_chosen(name: str) -> str:
     near = difflib.get_close_matches(section.lower(), options, 1, 0.6)
     fix = f"{group}={near[0]} {group}.{near[0]}.{setting}=…" if near else f"{group}=MODULE.{section} {name}=…"
     return f"{name}: {section} is not among the chosen {group.rstrip('s')}s\n  fix: {fix}"
-
-
-def torch_losses() -> list[str]:
-    return sorted(name for name in exports("torch.nn.modules.loss") or () if name.endswith("Loss") and name[0] != "_")
-
-
-# DeepSpeed's, where the value says which strategy
-ZERO_STAGE = ("zero", "zero_stage", "zero_optimization", "zero_optimization.stage", "deepspeed_stage")
-DEEPSPEED_FILE = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config", "deepspeed_plugin")
-
-
-OPTION_KEYS = ("name", "type", "kind", "class", "cls", "class_name", "class_path", "option", "id")  # optim.name=adam
-PRETRAINED = (
-    "pretrained",
-    "from_pretrained",
-    "use_pretrained",
-    "pretrained_model",
-    "weights",
-    "pretrained_model_name_or_path",
-)
-METRICS = ("metrics", "metric", "compute_metrics", "eval_metrics", "train_metrics", "val_metrics")
-
-
-def as_option(name: str, value: str) -> str:
-    """Explain the option of a group that is typed as one of its settings."""
-    group = name.rpartition(".")[0]
-    if taken := accepted(group, value):
-        fix = f"{group}={taken}   (dtrain explain {group})"
-    elif OWN.fullmatch(value):
-        fix = f"{group}={value}"
-    else:
-        options = options_of(group)
-        fix = f"{meant_option(group, value, options) if value else ''}{group} can be {', '.join(options)}"
-    return f"{name}: there is no such setting\n  fix: {fix}"
-
-
-def pretrained(name: str, value: str) -> str:
-    """Return what to type for pretrained weights."""
-    if value.lower() in ("false", "0", "no", "off", "none", "null"):
-        return f"leave out {name}"
-    if (Path(value) / "config.json").is_file():
-        return f"model=hf:{value}"
-    if Path(value).is_dir():
-        return f"init_from={value}   (dtrain explain init_from)"
-    if Path(value).is_file():
-        own = f"your own model can load {value} itself, in its __init__"
-        return f"init_from=FOLDER, a run or one that save_pretrained() wrote; {own}"
-    return "model=hf:FOLDER   (that save_pretrained() wrote; nothing is downloaded)"
-
-
-def is_foreign(name: str) -> bool:
-    """Is it a name that other programs use?"""
-    others = any(name in theirs.split() for theirs, _ in OTHERWISE.values())
-    return others or foreign(name) is not None or name in ZERO_STAGE or name in DEEPSPEED_FILE
-
-
-def unknown_setting(name: str, value: str, argv: Sequence[str] = ()) -> str:
-    """Explain a name that is none of ours: lr=0.1 is optim.lr=0.1, and wandb=true is logger=wandb.
-
-    argv: all words, for a hook that is chosen already.
-    """
-    if name.rpartition(".")[0] in GROUPS and name.rpartition(".")[2].lower() in OPTION_KEYS:
-        return as_option(name, value)
-    if name.rpartition(".")[2].lower() in PRETRAINED:
-        return f"{name}: there is no such setting\n  fix: {pretrained(name, value)}"
-    if name.rpartition(".")[2].lower() in METRICS:
-        note = "a class of yours, docs/your-own.md#hooks; loss=cross_entropy of classes has val_accuracy without it"
-        return f"{name}: there is no such setting\n  fix: hooks=MODULE.CLASS   ({note})"
-    # DeepSpeed's fp16.enabled=true, and train.fp16=true
-    bare = name.lower().removesuffix(".enabled").rpartition(".")[2]
-    groups = [group for group in GROUPS if bare in options_of(group)]
-    is_on = value.lower() in (("", "true", "1", "yes", "on") if "." not in name else ("true", "yes", "on"))
-    is_kind = groups == ["strategy"] and not re.fullmatch(r"false|no|off|[\d.]*", value.lower())  # fsdp=full_shard
-    if len(groups) == 1 and (is_on or is_kind):
-        group, option = groups[0], bare
-        return f"{name}: there is no such setting\n  fix: {group}={option}   (dtrain explain {group})"
-    if groups == ["precision"] and value.lower() in ("false", "0", "no", "off"):
-        return f"{name}: there is no such setting\n  fix: precision=fp32   (the default)"
-    name_alone = re.sub(r"^(deepspeed|ds_config|deepspeed_config)\.", "", name.lower())
-    if name_alone in ZERO_STAGE or (name.lower() in DEEPSPEED_FILE and value.endswith(".json")):
-        stage = f"zero{value}" if value in ("1", "2", "3") else "fsdp" if name_alone in ZERO_STAGE else "zero3"
-        note = "DeepSpeed's; strategy=fsdp shards as stage 3 does" if stage != "fsdp" else "it shards as ZeRO does"
-        file = f" strategy.deepspeed_config={value}" if value.endswith(".json") else ""
-        return f"{name}: there is no such setting\n  fix: strategy={stage}{file}   ({note})"
-    ours, leaf = foreign(name), name.rpartition(".")[2]
-    if ours == "resume" and name.startswith("checkpoint.") and value and not Path(value).exists():  # where to save
-        note = "where the run is saved; resume=RUN continues one"
-        return f"{name}: there is no such setting\n  fix: run_dir={value}   ({note})"
-    if leaf == "warmup_ratio" and (steps := steps_of(value, argv)):
-        return f"{name}: there is no such setting\n  fix: schedule.warmup_steps={steps}   (a number of steps)"
-    if leaf in GROUPS and leaf != name and (taken := accepted(leaf, value)):  # trainer.precision=16-mixed
-        return f"{name}: there is no such setting\n  fix: {leaf}={taken}   (dtrain explain {leaf})"
-    if ours == "checkpoint.keep_best" and value.startswith("eval_"):  # Trainer's eval_loss
-        value = value.replace("eval_", "val_", 1)
-    if ours in ("resume", "init_from") and value.lower() in ("last", "true", "latest"):
-        return f"{name}: there is no such setting\n  fix: resume=latest   (dtrain explain resume)"
-    taken = accepted(ours, value) if ours and value else None
-    if ours in GROUPS and value and not taken and (near := meant_option(ours, value.strip("[]"), options_of(ours))):
-        return f"{name}: there is no such setting\n  fix: {near.rstrip('; ')}"
-    group, _, setting = (ours or "").partition(".")
-    if group in SEVERAL and setting:  # patience=3
-        option = setting.partition(".")[0]
-        is_chosen = any(re.match(rf"{group}=(.*\W)?{option}\b", word) for word in argv)
-        fix = f"{'' if is_chosen else f'{group}={option} '}{ours}={taken or '…'}"
-        return f"{name}: there is no such setting\n  fix: {fix}   (dtrain explain {group}={option})"
-    return str(unknown(name, known_settings(), taken, lambda near: not value or accepted(near, value) is not None))
-
-
-def steps_of(ratio: str, argv: Sequence[str]) -> int | None:
-    """Return a share of the typed train.steps in steps."""
-    typed = next((word.partition("=")[2] for word in reversed(argv) if word.startswith("train.steps=")), "")
-    if not typed.isdecimal() or not re.fullmatch(r"0?\.\d*[1-9]\d*", ratio):
-        return None
-    return max(1, round(float(ratio) * int(typed)))
-
-
-def accepted(name: str, value: str) -> str | None:
-    """Return the value as it is typed for a setting or group of ours; None if that would be refused."""
-    from dtrain.config import describe, schema
-    from dtrain.config.ranges import check_ranges
-
-    if name in GROUPS:
-        option = value.strip("[]").lower() if name in SEVERAL else value.lower()
-        same = foreign_option(name, option)
-        option = same.partition("=")[2] if same and "FOLDER" not in same else option
-        return option if option.partition(" ")[0] in options_of(name) else None
-    if re.fullmatch(r"[\w.+/-]+", value, re.ASCII) is None:
-        return None  # it might need quotes
-    parsed = yaml_value(value)
-    group, _, key = name.partition(".")
-    if group in SEVERAL:  # which of them is chosen decides
-        return value
-    try:
-        if group in GROUPS:
-            target = describe.target_of(group, default_options()[group])
-            parameters = schema.signature(target, group) or {}
-            if key not in parameters:
-                return None
-            schema.check_type(name, parsed, *parameters[key])
-        else:
-            known = flatten(read_yaml(CONF / "config.yaml"))
-            if name not in known:  # e.g. script.args
-                return None
-            schema.check_plain(name, parsed, known[name])
-        check_ranges({name: parsed})
-    except ValueError:
-        return None
-    return value
-
-
-def yaml_value(text: str) -> object:
-    import yaml
-
-    return yaml.load(text, yaml_loader())
 
 
 def probably_meant(word: str, argv: Sequence[str] = ()) -> str:
