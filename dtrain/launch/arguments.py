@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 
-from dtrain.config.files import SECRET, SEVERAL, known_settings, options_of
-from dtrain.config.hydra_errors import GROUPS, is_list
+from dtrain.config.files import GROUPS, SECRET, SEVERAL, known_settings, options_of
+from dtrain.config.hydra_errors import is_list
 from dtrain.config.redaction import check_arguments
 from dtrain.config.spelling import check_spelling
 from dtrain.config.unknown_settings import is_foreign, unknown_setting

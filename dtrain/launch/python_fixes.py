@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dtrain.config.files import SECRET, SEVERAL, flatten, known_settings, options_of
-from dtrain.config.hydra_errors import GROUPS
+from dtrain.config.files import GROUPS, SECRET, SEVERAL, flatten, known_settings, options_of
 from dtrain.config.meant_option import OWN
 from dtrain.config.unknown_settings import METRICS, unknown_setting
 from dtrain.errors import ELSEWHERE, OURS, foreign, unknown

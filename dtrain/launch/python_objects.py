@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.build import is_module
-from dtrain.config.files import SEVERAL, flatten, setting_prefix
-from dtrain.config.hydra_errors import GROUPS
+from dtrain.config.files import GROUPS, SEVERAL, flatten, setting_prefix
 from dtrain.config.source_files import names_under_main
 from dtrain.errors import bad, foreign_option
 from dtrain.launch.quoting import quote
