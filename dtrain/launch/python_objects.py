@@ -45,20 +45,12 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
         if not re.fullmatch(r"\+{0,2}[^\W\d][\w.]*", key):
             raise ValueError(f"{key!r}: is not the name of a setting\n  fix: e.g. **{{'train.steps': 100}}")
         details: Mapping[str, Any] = {}
-        if key in RAW and isinstance(value, (Mapping, list, tuple)):
-            rule = (
-                f"is a {type(value).__name__}, not the name of a {'run' if key == 'resume' else 'recipe or its file'}"
-            )
-            raise bad(
-                key,
-                "…",
-                rule,
-                "dtrain.fit(**settings) takes settings in a dict" if key == "recipe" else 'resume="latest"',
-            )
         if key in CALLED_WITH and (isinstance(value, float) or is_tensor(value)):
             shown, kind = (f"{value:.4g}", "number") if isinstance(value, float) else ("<Tensor>", "tensor")
             raise bad(key, shown, f"is a {kind}, not a function or an option", not_called(key))
-        if key in GROUPS and isinstance(value, (bool, int, float)):  # precision=16
+        if key in RAW:
+            options += spell_raw(key, value)
+        elif key in GROUPS and isinstance(value, (bool, int, float)):  # precision=16
             options.append(f"{key}={value_of(key, value)}")
         elif key in SEVERAL and not isinstance(value, (str, Mapping)):
             several = isinstance(value, (list, tuple)) and not is_with_settings(value)
@@ -74,22 +66,26 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
                 folders += [folder] if folder else []
         elif isinstance(value, Mapping):
             details = value
-        elif key in RAW and (value is None or value is False):
-            pass  # the default
-        elif key in RAW and not isinstance(value, Mapping):
-            if not isinstance(value, (str, os.PathLike)):
-                fix = (
-                    'resume="latest"'
-                    if key == "resume"
-                    else 'recipe="FILE.yaml", or a name that dtrain recipes ls shows'
-                )
-                raise bad(key, value, "must be text", fix)
-            options.append(f"{key}={os.fspath(value)}")
         else:
             settings.append(f"{key}={value_of(key, value)}")
         for name, item in flatten(plain_keys(key, details)).items() if details else ():
             settings.append(f"{key}.{name}={value_of(f'{key}.{name}', item)}")
     return options + settings, folders
+
+
+def spell_raw(key: str, value: Any) -> list[str]:
+    """Return the override of a run or a recipe, which is a name or a path; none for the default."""
+    is_run = key == "resume"
+    if isinstance(value, (Mapping, list, tuple)):
+        rule = f"is a {type(value).__name__}, not the name of a {'run' if is_run else 'recipe or its file'}"
+        fix = 'resume="latest"' if is_run else "dtrain.fit(**settings) takes settings in a dict"
+        raise bad(key, "…", rule, fix)
+    if value is None or value is False:
+        return []
+    if not isinstance(value, (str, os.PathLike)):
+        fix = 'resume="latest"' if is_run else 'recipe="FILE.yaml", or a name that dtrain recipes ls shows'
+        raise bad(key, value, "must be text", fix)
+    return [f"{key}={os.fspath(value)}"]
 
 
 def spell_several(group: str, values: Sequence[Any]) -> tuple[list[str], list[str], list[Path]]:
