@@ -9,7 +9,8 @@ from typing import Any
 from dtrain.checks.checkpoint import check_known
 from dtrain.config.files import HOOKS, option_of
 from dtrain.config.hook_methods import METHODS, Arity, check_methods, meant
-from dtrain.config.source import class_source, parse, place, spec_of
+from dtrain.config.source import class_source, place
+from dtrain.config.source_files import parse, spec_of
 from dtrain.errors import bad
 from dtrain.models.losses import OWN
 from dtrain.runs.best import EARLY_STOP

@@ -7,7 +7,9 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from dtrain.config.source import choice, class_source, find, inherited, likely, place, source_of, spec_of
+from dtrain.config.source import class_source, find, inherited, place, source_of
+from dtrain.config.source_files import spec_of
+from dtrain.config.source_hints import choice, likely
 from dtrain.errors import bad, foreign_option
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.files import CONF, GROUPS, SEVERAL, default_options, options_of, read_yaml
-from dtrain.config.source import data_beside
+from dtrain.config.source_hints import data_beside
 
 REFERENCE = re.compile(r"\$\{(\w+)\.\w+\}")
 

@@ -30,7 +30,8 @@ from dtrain.config.files import (
 )
 from dtrain.config.files import section as section_of
 from dtrain.config.ranges import check_ranges
-from dtrain.config.source import exports, find, source_of
+from dtrain.config.source import find, source_of
+from dtrain.config.source_files import exports
 from dtrain.config.untrusted import check_target, check_targets
 from dtrain.errors import bad, foreign_option, unknown
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 
+from dtrain.config.files import GROUPS
 from dtrain.config.hardware import ranks_per_node
-from dtrain.config.hydra_errors import GROUPS, MISTAKES
+from dtrain.config.hydra_errors import MISTAKES
 from dtrain.config.mesh import of_strategy
 from dtrain.errors import OTHERWISE, foreign
 from dtrain.launch.compose import plain_config

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 
-from dtrain.config.files import SECRET, SEVERAL, known_settings, options_of
-from dtrain.config.hydra_errors import GROUPS, is_foreign, is_list, unknown_setting
+from dtrain.config.files import GROUPS, SECRET, SEVERAL, known_settings, options_of
+from dtrain.config.hydra_errors import is_list
 from dtrain.config.redaction import check_arguments
-from dtrain.config.source import check_spelling
+from dtrain.config.spelling import check_spelling
+from dtrain.config.unknown_settings import is_foreign, unknown_setting
 from dtrain.errors import bad
 from dtrain.launch.options import AUTO, STAND_IN, named, no_option, no_such_option, store_option
 from dtrain.launch.quoting import check_path, quote, unquoted

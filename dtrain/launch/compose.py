@@ -15,8 +15,8 @@ from omegaconf.errors import InterpolationKeyError
 
 from dtrain.checks.network import check
 from dtrain.config import run_length
-from dtrain.config.files import CONF, SEVERAL
-from dtrain.config.hydra_errors import GROUPS, MISTAKES, explain
+from dtrain.config.files import CONF, GROUPS, SEVERAL
+from dtrain.config.hydra_errors import MISTAKES, explain
 from dtrain.config.needed import missing
 from dtrain.config.schema import check_keys_and_types
 from dtrain.config.untrusted import resolved

@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from dtrain.config.files import SEVERAL, options_of
-from dtrain.config.hydra_errors import called
+from dtrain.config.meant_option import called
 from dtrain.errors import bad, foreign_option
 
 AUTO = "auto"  # strategy=auto: the planner chooses (dtrain/launch/auto.py)

@@ -9,18 +9,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dtrain.config.files import SECRET, SEVERAL, flatten, known_settings, options_of
-from dtrain.config.hydra_errors import GROUPS, METRICS, OWN, unknown_setting
+from dtrain.config.files import GROUPS, SECRET, SEVERAL, flatten, known_settings, options_of
+from dtrain.config.meant_option import OWN
+from dtrain.config.unknown_settings import METRICS, unknown_setting
 from dtrain.errors import ELSEWHERE, OURS, foreign, unknown
-from dtrain.launch.python_objects import (
-    as_function,
-    class_and_settings,
-    holds_objects,
-    is_code,
-    is_with_settings,
-    name_here,
-    same_option,
-)
+from dtrain.launch.object_fixes import as_function, class_and_settings, name_here, same_option
+from dtrain.launch.python_kinds import holds_objects, is_code, is_with_settings
 
 SHORT = {"cluster.processes": "processes", "train.steps": "steps", "train.epochs": "epochs"}
 ONLY_HERE = ("recipe", "hydra", "choices")  # they are no settings of conf/config.yaml

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
-import contextlib
 import dis
 import functools
 import importlib.machinery
 import importlib.util
 import inspect
-import json
-import linecache
 import math
 import os
 import re
@@ -21,17 +17,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtrain.config.build import is_module
-from dtrain.config.files import SEVERAL, flatten, setting_prefix
-from dtrain.config.hydra_errors import GROUPS
-from dtrain.config.source import names_under_main
-from dtrain.errors import bad, foreign_option
+from dtrain.config.files import GROUPS, SEVERAL, flatten, setting_prefix
+from dtrain.config.source_files import names_under_main
+from dtrain.errors import bad
+from dtrain.launch.object_fixes import (
+    CALLED_WITH,
+    EXAMPLE,
+    class_and_settings,
+    in_place_of_lambda,
+    not_called,
+    of_this_process,
+    without_names,
+)
+from dtrain.launch.python_kinds import holds_objects, is_bunch, is_code, is_object, is_tensor, is_with_settings
 from dtrain.launch.quoting import quote
 from dtrain.util.format import short_path
 
 RAW = ("resume", "recipe")  # read before Hydra, so they must not be quoted
-CALLED_WITH = {"schedule": ["step", "steps"], "loss": ["outputs", "targets"]}  # what dtrain calls such a function with
-EXAMPLE = 'functools.partial(Net, dim=32), or (Net, {"dim": 32})'
 
 
 def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
@@ -43,20 +45,12 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
         if not re.fullmatch(r"\+{0,2}[^\W\d][\w.]*", key):
             raise ValueError(f"{key!r}: is not the name of a setting\n  fix: e.g. **{{'train.steps': 100}}")
         details: Mapping[str, Any] = {}
-        if key in RAW and isinstance(value, (Mapping, list, tuple)):
-            rule = (
-                f"is a {type(value).__name__}, not the name of a {'run' if key == 'resume' else 'recipe or its file'}"
-            )
-            raise bad(
-                key,
-                "…",
-                rule,
-                "dtrain.fit(**settings) takes settings in a dict" if key == "recipe" else 'resume="latest"',
-            )
         if key in CALLED_WITH and (isinstance(value, float) or is_tensor(value)):
             shown, kind = (f"{value:.4g}", "number") if isinstance(value, float) else ("<Tensor>", "tensor")
             raise bad(key, shown, f"is a {kind}, not a function or an option", not_called(key))
-        if key in GROUPS and isinstance(value, (bool, int, float)):  # precision=16
+        if key in RAW:
+            options += spell_raw(key, value)
+        elif key in GROUPS and isinstance(value, (bool, int, float)):  # precision=16
             options.append(f"{key}={value_of(key, value)}")
         elif key in SEVERAL and not isinstance(value, (str, Mapping)):
             several = isinstance(value, (list, tuple)) and not is_with_settings(value)
@@ -72,22 +66,26 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
                 folders += [folder] if folder else []
         elif isinstance(value, Mapping):
             details = value
-        elif key in RAW and (value is None or value is False):
-            pass  # the default
-        elif key in RAW and not isinstance(value, Mapping):
-            if not isinstance(value, (str, os.PathLike)):
-                fix = (
-                    'resume="latest"'
-                    if key == "resume"
-                    else 'recipe="FILE.yaml", or a name that dtrain recipes ls shows'
-                )
-                raise bad(key, value, "must be text", fix)
-            options.append(f"{key}={os.fspath(value)}")
         else:
             settings.append(f"{key}={value_of(key, value)}")
         for name, item in flatten(plain_keys(key, details)).items() if details else ():
             settings.append(f"{key}.{name}={value_of(f'{key}.{name}', item)}")
     return options + settings, folders
+
+
+def spell_raw(key: str, value: Any) -> list[str]:
+    """Return the override of a run or a recipe, which is a name or a path; none for the default."""
+    is_run = key == "resume"
+    if isinstance(value, (Mapping, list, tuple)):
+        rule = f"is a {type(value).__name__}, not the name of a {'run' if is_run else 'recipe or its file'}"
+        fix = 'resume="latest"' if is_run else "dtrain.fit(**settings) takes settings in a dict"
+        raise bad(key, "…", rule, fix)
+    if value is None or value is False:
+        return []
+    if not isinstance(value, (str, os.PathLike)):
+        fix = 'resume="latest"' if is_run else 'recipe="FILE.yaml", or a name that dtrain recipes ls shows'
+        raise bad(key, value, "must be text", fix)
+    return [f"{key}={os.fspath(value)}"]
 
 
 def spell_several(group: str, values: Sequence[Any]) -> tuple[list[str], list[str], list[Path]]:
@@ -112,11 +110,6 @@ def spell_several(group: str, values: Sequence[Any]) -> tuple[list[str], list[st
         for key, item in flatten(plain_keys(prefix, details)).items() if details else ():
             settings.append(f"{prefix}.{key}={value_of(f'{prefix}.{key}', item)}")
     return names, settings, folders
-
-
-def is_with_settings(value: Any) -> bool:
-    """Is it (Class, {"name": value}), and not several things?"""
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
 
 
 def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -147,41 +140,6 @@ def parts_of(group: str, value: Any) -> tuple[Any, Mapping[str, Any]]:
             raise bad(group, value, "every setting needs a name, but these positional arguments have none", EXAMPLE)
         return value.func, {**dict(zip(names, value.args, strict=False)), **value.keywords}
     return value, {}
-
-
-def is_code(thing: Any) -> bool:
-    return inspect.isclass(thing) or inspect.isroutine(thing)
-
-
-def name_here(thing: Any) -> str:
-    """Return what the script may call a class or function: its name there, or its module's name for it."""
-    if isinstance(thing, str):
-        return json.dumps(thing)
-    if not is_code(thing):
-        return f"<{type(thing).__name__}>"
-    name, module = getattr(thing, "__name__", ""), str(thing.__module__)
-    if getattr(sys.modules["__main__"], name, None) is thing or module == "__main__":
-        return name
-    public = [module.rsplit(".", n)[0] for n in range(module.count("."), -1, -1)]  # torch.optim, not torch.optim.adam
-    return next((f"{m}.{name}" for m in public if getattr(sys.modules.get(m), name, None) is thing), name)
-
-
-def without_names(group: str, thing: Any, *values: Any) -> ValueError:
-    """Explain (Net, 3): a class and values of its arguments without their names, or one class in a list."""
-    values = tuple(values[0]) if len(values) == 1 and isinstance(values[0], (tuple, list)) else values
-    name = name_here(thing)
-    if not values:
-        return bad(group, f"[{name}]", "takes one class or function", f"{group}={name}")
-    try:
-        parameters = [*inspect.signature(thing).parameters.values()]
-    except (TypeError, ValueError):  # a builtin
-        parameters = []
-    names = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD]
-    names = names[1:] if group == "optim" else names  # the parameters
-    names += ["name"] * (len(values) - len(names))
-    settings = ", ".join(f'"{key}": {value!r}' for key, value in zip(names, values, strict=False))
-    rule = "needs the names of its arguments"
-    return bad(group, f"({name}, {', '.join(map(repr, values))})", rule, f"{group}=({name}, {{{settings}}})")
 
 
 def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
@@ -220,183 +178,6 @@ def name_of(group: str, thing: Any) -> tuple[str, Path | None]:
         rule = f"the ranks would import {here.origin} as {top}: they search this folder first"
         raise bad(group, name, rule, "rename one of the two files, or start from another folder")
     return f"{module}.{name}", folder
-
-
-def in_place_of_lambda(group: str, thing: Any) -> str:
-    """Return a class with its settings, or a `def`, that does what a lambda does."""
-    code, known = thing.__code__, thing.__globals__
-    taken, body = str(inspect.signature(thing)), "…"
-    with contextlib.suppress(SyntaxError):
-        nodes = ast.walk(ast.parse("".join(linecache.getlines(code.co_filename, known))))
-        found = [node for node in nodes if isinstance(node, ast.Lambda) and node.lineno == code.co_firstlineno]
-        if len(found) == 1 and not code.co_freevars:
-            made, body = found[0].body, ast.unparse(found[0].body)
-            if (
-                isinstance(made, ast.Call)
-                and not made.args
-                and taken == "()"
-                and is_code(known.get(ast.unparse(made.func)))
-            ):
-                with contextlib.suppress(ValueError):  # a value that is no literal
-                    settings = {str(one.arg): ast.literal_eval(one.value) for one in made.keywords if one.arg}
-                    if len(settings) == len(made.keywords) and not holds_objects(settings):
-                        return f"{group}={with_settings(ast.unparse(made.func), settings)}"
-    name = next((name for name, one in known.items() if one is thing), f"my_{group}")
-    return f"def {name}{taken}: return {body} at the top level of the file, and {group}={name}"
-
-
-def is_tensor(value: Any) -> bool:
-    return type(value).__name__ == "Tensor" and type(value).__module__.partition(".")[0] == "torch"
-
-
-def not_called(group: str) -> str:
-    """Return the fix for schedule=warm(0, 12): the function itself, by its name if the script has one such function."""
-    found = []
-    for name, thing in vars(sys.modules["__main__"]).items():
-        if inspect.isfunction(thing) and [*inspect.signature(thing).parameters][:2] == CALLED_WITH[group]:
-            found.append(name)
-    if len(found) == 1:
-        return f"give the function, without calling it: {group}={found[0]}"
-    signature = f"def my_{group}({', '.join(CALLED_WITH[group])})"
-    return f"give the function, without calling it: {group}=my_{group}, for {signature}"
-
-
-def holds_objects(value: Any) -> bool:
-    """Is it, or does it contain, more than a configuration can hold?"""
-    if isinstance(value, (Mapping, list, tuple)):
-        return any(map(holds_objects, value.values() if isinstance(value, Mapping) else value))
-    is_scalar = hasattr(type(value), "item") and getattr(value, "ndim", None) == 0  # of numpy
-    return not (value is None or is_scalar or isinstance(value, (bool, int, float, str, Path)))
-
-
-def of_this_process(group: str, thing: Any) -> ValueError:
-    rule = "is an object of this process, but each rank must build its own"
-    return bad(group, f"<{type(thing).__name__}>", rule, as_function(group, thing))
-
-
-def is_object(value: Any) -> bool:
-    """Is it an object that the script made, in place of a class or an option?"""
-    return not (isinstance(value, (str, Mapping, list, tuple, functools.partial)) or value is None or is_code(value))
-
-
-def class_and_settings(value: Any) -> str:
-    """Return what to give for one of several things; for an object, its class and what it was built with."""
-    if isinstance(value, functools.partial):
-        value = value.func, value.keywords
-    if is_with_settings(value):
-        return with_settings(name_here(value[0]), value[1])
-    if not is_object(value):
-        return name_here(value)
-    name = name_here(type(value))
-    try:
-        parameters = inspect.signature(type(value)).parameters.values()
-    except (TypeError, ValueError):  # a builtin
-        return name
-    settings = []
-    attributes = vars(value) if hasattr(type(value), "__dict__") else {}  # not its properties, which may raise
-    for one in parameters:
-        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            continue
-        kept = attributes.get(one.name, attributes.get(f"_{one.name}", one))  # most classes keep it under its name
-        is_plain = kept is not one and not holds_objects(kept)
-        is_other = holds_objects(one.default) or (is_plain and kept != one.default)  # an array has no plain !=
-        if one.default is one.empty or (is_plain and is_other):
-            settings.append(f"{json.dumps(one.name)}: {literal(kept) if is_plain else '…'}")
-    return f"({name}, {{{', '.join(settings)}}})" if settings else name
-
-
-def with_settings(name: str, settings: Mapping[str, Any]) -> str:
-    inner = ", ".join(f"{json.dumps(key)}: {literal(value)}" for key, value in settings.items())
-    return f"({name}, {{{inner}}})" if settings else name
-
-
-def literal(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
-
-
-def as_function(group: str, thing: Any) -> str:
-    """Return what to write in place of an object of this process."""
-    kind = type(thing).__name__
-    if group == "model" and type(thing).__module__.partition(".")[0] == "transformers":
-        how = f"return {kind}({type(getattr(thing, 'config', None)).__name__}(…))"
-        return f"def my_model(): {how} at the top level of the file, and model=my_model; or model='hf:FOLDER'"
-    if group not in ("model", "data"):
-        if ours := same_option(group, kind):  # EarlyStopping(), DDPStrategy()
-            return ours
-        if type(thing).__module__ == "builtins":
-            return f"give the class and its settings: {EXAMPLE}"
-        name = name_here(type(thing))
-        if group == "schedule" and type(thing).__module__.startswith("torch.optim."):  # it would refuse the class
-            ours = (foreign_option(group, kind) or "schedule=cosine").partition("=")[2]
-            own = "`def my_schedule(step, steps)`, the share of the peak rate"
-            return f'schedule="{ours}"; or {own}, and schedule=my_schedule'
-        if group == "loss" and is_module(thing) and list(thing.buffers()):  # class weights are no setting
-            how = f"return {name}(…)(outputs, targets)"
-            return f"def my_loss(outputs, targets): {how} at the top level of the file, and loss=my_loss"
-        if group in SEVERAL:
-            return f"give the class: {group}={class_and_settings(thing)}"
-        defaults = getattr(thing, "defaults", None) if group == "optim" else None
-        rate = defaults.get("lr") if isinstance(defaults, Mapping) else None
-        example = '"setting": 1' if not isinstance(rate, float) else f'"lr": {rate}'
-        return f"give the class: {group}={name}; with settings: {group}=({name}, {{{example}}})"
-    made = made_by(thing)
-    written = f"def my_{group}(): return {made} at the top level of the file, and {group}=my_{group}"
-    taken, name = arguments_of(type(thing)), name_here(type(thing))
-    if group != "model" or taken is None:
-        return written
-    first = {key: "…" if default is inspect.Parameter.empty else default for key, default in [*taken.items()][:1]}
-    classes = f"{group}={with_settings(name, {} if holds_objects(first) else first)}".replace('"…"', "…")
-    if inspect.Parameter.empty in taken.values():
-        return f"{written}; or the class: {classes}"
-    return f"{group}={name}" + (f", or with arguments {classes}" if "{" in classes else "") + f"; or {written}"
-
-
-def arguments_of(kind: type) -> dict[str, Any] | None:
-    """Return the arguments of a class, and their defaults; None: not known, or any number of them."""
-    try:
-        parameters = inspect.signature(kind).parameters.values()
-    except (TypeError, ValueError):  # a builtin
-        return None
-    if not kind.__qualname__.isidentifier() or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        return None
-    return {one.name: one.default for one in parameters}
-
-
-def same_option(group: str, name: str) -> str:
-    """Return the argument of fit for the option that another program's class of this name is; "" if there is none."""
-    ours = foreign_option(group, name) if group not in ("model", "data", "loss", "optim") else None
-    option = ours.partition("=")[2] if ours else ""
-    return f'{group}="{option}"' if option and " " not in option else ""
-
-
-def made_by(thing: Any) -> str:
-    """Return an expression for data, in place of that object."""
-    if isinstance(thing, Mapping) and not is_bunch(thing):
-        return "{" + ", ".join(f'"{key}": {part_by(part)}' for key, part in thing.items()) + "}"
-    parts = thing if isinstance(thing, (tuple, list)) else ()
-    of_arrays = all(map(is_array, parts))
-    if is_array(thing) or is_bunch(thing) or (len(parts) == 2 and of_arrays and len(parts[0]) == len(parts[1])):
-        return "inputs, targets"
-    if len(parts) == 2 and not (isinstance(thing, list) and isinstance(parts[0], Mapping)):  # not two samples
-        return "train, val"
-    if len(parts) == 4 and of_arrays:  # as train_test_split gives them
-        return made_by({"train": parts[:2], "val": parts[2:]})
-    return f"{getattr(thing, '__name__', type(thing).__name__)}(…)"
-
-
-def part_by(part: Any) -> str:
-    """Return an expression for one split of the data."""
-    return "(inputs, targets)" if is_array(part) or isinstance(part, (tuple, list)) else made_by(part)
-
-
-def is_bunch(thing: Any) -> bool:
-    """Is it scikit-learn's, as load_digits() gives it?"""
-    return isinstance(thing, Mapping) and {"data", "target"} <= thing.keys()
-
-
-def is_array(thing: Any) -> bool:
-    """Is it an array, a tensor or a pandas table, each with one row for each sample?"""
-    return (hasattr(thing, "dtype") or hasattr(thing, "iloc")) and len(getattr(thing, "shape", ())) > 0
 
 
 def name_of_script(group: str, name: str) -> tuple[str, Path | None]:

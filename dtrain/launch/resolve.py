@@ -26,9 +26,8 @@ from dtrain.checks.resume import (
 )
 from dtrain.checks.validate import validate
 from dtrain.config import redaction, run_length
-from dtrain.config.files import SEVERAL, is_script, options_of
+from dtrain.config.files import GROUPS, SEVERAL, is_script, options_of
 from dtrain.config.hardware import ranks_per_node
-from dtrain.config.hydra_errors import GROUPS
 from dtrain.config.needed import missing
 from dtrain.config.untrusted import check_own, resolved
 from dtrain.errors import bad

@@ -12,9 +12,8 @@ from omegaconf import OmegaConf
 
 from dtrain.checks.loggers import ADDRESSES
 from dtrain.config.build import allowed, fewest, own_file
-from dtrain.config.files import CODE, LOGGER, SEVERAL, TARGET, is_script, options_of, sections
-from dtrain.config.hydra_errors import GROUPS
-from dtrain.config.hydra_errors import OWN as DOTTED
+from dtrain.config.files import CODE, GROUPS, LOGGER, SEVERAL, TARGET, is_script, options_of, sections
+from dtrain.config.meant_option import OWN as DOTTED
 from dtrain.config.run_file import completed, read_run
 from dtrain.config.untrusted import OPTION
 from dtrain.errors import bad

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 
-from dtrain.config.files import CONF, known_settings, read_yaml
-from dtrain.config.hydra_errors import GROUPS
+from dtrain.config.files import CONF, GROUPS, known_settings, read_yaml
 from dtrain.errors import bad
 from dtrain.launch.quoting import quote, quoted_list
 

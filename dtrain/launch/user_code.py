@@ -7,9 +7,8 @@ import re
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from dtrain.config.files import CONF, SEVERAL, options_of, setting_prefix
-from dtrain.config.hydra_errors import GROUPS
-from dtrain.config.hydra_errors import OWN as DOTTED
+from dtrain.config.files import CONF, GROUPS, SEVERAL, options_of, setting_prefix
+from dtrain.config.meant_option import OWN as DOTTED
 from dtrain.config.needed import with_needed
 from dtrain.config.source import find
 from dtrain.errors import bad

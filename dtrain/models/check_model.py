@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.files import TARGET, default_options
-from dtrain.config.source import inherited, likely, spec_of
+from dtrain.config.source import inherited
+from dtrain.config.source_files import spec_of
+from dtrain.config.source_hints import likely
 from dtrain.errors import bad
 from dtrain.runs.source_lines import at_attribute, at_class, at_def, at_return, returned, source
 from dtrain.util.format import short_path

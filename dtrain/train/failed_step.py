@@ -29,7 +29,7 @@ from dtrain.util.collective import Alone
 from dtrain.util.format import counted
 
 if TYPE_CHECKING:
-    from dtrain.train.setup import Run
+    from dtrain.train.run import Run
 
 OF_THE_BATCH = re.compile(r"and targets \[.*\n  fix: give |has NaN or Inf in its (inputs|targets)|returns no targets,")
 NO_GRADIENT = re.compile(r"element 0 of tensors does not require grad")

@@ -32,7 +32,9 @@ from dtrain.train.guard import Guard
 from dtrain.train.pending import FinishedStep, PendingSteps
 from dtrain.train.position import Position
 from dtrain.train.process import log
-from dtrain.train.setup import Run, roll_back, set_up
+from dtrain.train.restore import roll_back
+from dtrain.train.run import Run
+from dtrain.train.setup import set_up
 from dtrain.train.startup import StartTimes, end_compile_cache
 from dtrain.train.stragglers import StragglerWatch
 

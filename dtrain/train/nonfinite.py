@@ -23,7 +23,7 @@ from dtrain.train.pending import FinishedStep
 from dtrain.train.process import log
 
 if TYPE_CHECKING:
-    from dtrain.train.setup import Run
+    from dtrain.train.run import Run
 
 LONGEST_S = 20.0  # of the search for the layer, which begins no further micro-batch after that
 

@@ -29,7 +29,7 @@ import dtrain
 from dtrain.config import run_file
 from dtrain.config.files import GROUPS, SEVERAL, TARGET, sections
 from dtrain.config.redaction import hide
-from dtrain.config.source import names_under_main
+from dtrain.config.source_files import names_under_main
 from dtrain.errors import bad
 from dtrain.runs import causes, source_lines
 from dtrain.runs.folder import write_json

@@ -20,7 +20,7 @@ from dtrain.runs.protocol import ELASTIC, RESCUE_FILE
 from dtrain.runs.recorder import Recorder
 from dtrain.strategies.ddp import DDP
 from dtrain.train.process import log
-from dtrain.train.setup import Run
+from dtrain.train.run import Run
 
 
 @contextmanager

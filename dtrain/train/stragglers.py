@@ -16,7 +16,7 @@ from dtrain.runs.folder import read_json, write_json
 from dtrain.runs.protocol import POSITION_FILE
 from dtrain.train.process import Vote, log
 from dtrain.train.rank_times import FIELDS, RankTimes
-from dtrain.train.setup import Run
+from dtrain.train.run import Run
 from dtrain.train.straggler_judge import Judge, Verdict, exposed_comm_s
 
 WINDOW_STEPS = 5  # fewest steps of a window

@@ -10,7 +10,8 @@ import pytest
 
 from dtrain.checks.validate import validate
 from dtrain.config.files import GROUPS, known_settings, options_of
-from dtrain.config.hydra_errors import accepted, torch_losses, unknown_setting
+from dtrain.config.meant_option import torch_losses
+from dtrain.config.unknown_settings import accepted, unknown_setting
 from dtrain.errors import ELSEWHERE, OPTIONS_ELSEWHERE, OTHERWISE
 from dtrain.launch.arguments import prepare_arguments
 from tests.config.test_files import compose
@@ -47,7 +48,7 @@ def without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dtrain.config.hardware.count_gpus", lambda: 0)
     # many names are asked for in one process, and each time all of conf/ is read
-    monkeypatch.setattr("dtrain.config.hydra_errors.known_settings", functools.cache(known_settings))
+    monkeypatch.setattr("dtrain.config.unknown_settings.known_settings", functools.cache(known_settings))
     monkeypatch.setenv("WANDB_MODE", "offline")  # no key is needed
 
 

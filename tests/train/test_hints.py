@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dtrain.config.files import TARGET
+from dtrain.train.check_data import of_whole_batches
 from dtrain.train.hints import hint, near_name
-from dtrain.train.setup import of_whole_batches
 
 
 @pytest.mark.parametrize(

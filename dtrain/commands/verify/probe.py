@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dtrain.checkpoint import store
 from dtrain.strategies.base import Strategy
 from dtrain.train import loop
-from dtrain.train.setup import Run
+from dtrain.train.run import Run
 from dtrain.util.fingerprints import fingerprints
 
 NOTES = "logs/verify-{}.jsonl"  # by rank
