@@ -63,9 +63,10 @@ def evaluate(
     """
     import torch
 
-    from dtrain.data.adapt import in_memory, open_data
+    from dtrain.data.adapt import open_data
     from dtrain.data.fields import Fields, has_targets
     from dtrain.data.loader import Loader
+    from dtrain.data.samples import in_memory
     from dtrain.inference.sample import load_model
     from dtrain.models.calling import shifts_labels
     from dtrain.models.layers import IGNORED

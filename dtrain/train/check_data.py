@@ -10,9 +10,9 @@ from torch import nn
 
 from dtrain.config.files import TARGET
 from dtrain.config.run_file import Settings
-from dtrain.data.adapt import in_memory
 from dtrain.data.check import reader_of, without_targets
 from dtrain.data.fields import Fields, has_targets
+from dtrain.data.samples import in_memory
 from dtrain.errors import bad
 from dtrain.models.calling import shifts_labels
 from dtrain.strategies.base import Strategy

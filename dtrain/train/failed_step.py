@@ -60,20 +60,17 @@ def explained(run: Run) -> Iterator[None]:
 
 
 def second_look(run: Run, error: Exception) -> Exception | None:
-    text = str(error)
-    data = run.train_data
+    """Return an error that says more; None: nothing was found."""
+    text, data = str(error), run.train_data
     if OF_THE_BATCH.search(text):  # with another fix, the model or the setting may be wrong
         return at_return(error, reader_of(data.dataset))
-    in_forward = "\n  fix: " not in text and hasattr(run.strategy.module, "watch") and is_of_forward(run, error)
-    if "\n  fix: " not in text and (better := of_batch_dimension(run, text)):
+    has_fix = "\n  fix: " in text
+    if not has_fix and (better := of_batch_dimension(run, text)):
         return better
-    if (
-        DICT.search(text)
-        and "\n  fix: " not in text
-        and is_of_forward(run, error)
-        and (better := of_fields(run, error))
-    ):
+    in_forward = not has_fix and is_of_forward(run, error)
+    if in_forward and DICT.search(text) and (better := of_fields(run, error)):
         return better
+    in_forward = in_forward and hasattr(run.strategy.module, "watch")  # and loss= is computed outside of it
     # one rank may fail alone, and sharded weights need all ranks
     if not isinstance(data, Loader) or not (dist.get_world_size() == 1 or isinstance(run.strategy, DDP)):
         return of_unpacking(run) if in_forward and "values to unpack" in text else None

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, Su
 
 from dtrain.checks import own_data as check_own
 from dtrain.commands.verify.compare import compare
-from dtrain.data import adapt
 from dtrain.data.adapt import adapted, open_data, splits_of
+from dtrain.data.arrays import Arrays
 from dtrain.data.check import without_targets
 from dtrain.data.collate import as_batch, collated
 from dtrain.data.fields import Fields, has_targets
@@ -104,7 +104,7 @@ def test_arrays() -> None:
     assert x.dtype == torch.float32 and y.dtype == torch.int64 and "float32" in train_set.notes[0]
     assert train_set.fingerprint == adapted("d", tuple(mine.digits()[::2])).fingerprint != val_set.fingerprint
     pairs = TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.uint8))
-    assert type(adapted("d", pairs)) is adapt.Arrays and adapted("d", pairs).targets.dtype == torch.int64
+    assert type(adapted("d", pairs)) is Arrays and adapted("d", pairs).targets.dtype == torch.int64
     assert splits_of("d", (np.ones((4, 2)), np.ones(4))).keys() == {"train"}
     rows = [{"x": 1.0, "label": 0}] * 3
     assert splits_of("d", (rows, rows[:1])) == {"train": rows, "val": rows[:1]}

@@ -13,8 +13,9 @@ import torch
 from dtrain.checks.resume import num_steps_saved
 from dtrain.commands.evaluate import as_text, evaluate
 from dtrain.commands.verify.compare import compare
-from dtrain.data.adapt import in_memory, open_data
+from dtrain.data.adapt import open_data
 from dtrain.data.fields import Fields
+from dtrain.data.samples import in_memory
 from dtrain.data.stream_loader import StreamLoader
 from dtrain.data.stream_reader import Reader
 from tests.data import streams as mine

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain.data.adapt import Arrays
+from dtrain.data.arrays import Arrays
 from dtrain.train import process
 from tests.world import spawn
 
