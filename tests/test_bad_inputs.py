@@ -292,6 +292,11 @@ CASES = [
     case("launch train.nonfinite=maybe", "train.nonfinite=maybe", "one of stop, skip"),
     # arithmetic
     case("launch train.global_batch_size=31", "train.global_batch_size=31", "2 data-parallel ranks", "=30 or 32"),
+    case("launch train=steps=3", "fix: train.steps=3\n"),
+    case("launch train.steps=5 minutes", "minutes: is not", "fix: leave out minutes; "),
+    case("launch cluster=slurm cluster.mem=64 GB", "fix: cluster.mem=64GB\n"),
+    case("launch cluster=slurm cluster.gpus=4", "fix: cluster.gpus_per_node=4 "),
+    case("launch gpus=4", "fix: cluster.processes=4 "),
     case("launch cluster.processes=64", "64 data-parallel ranks", "fix: cluster.processes=32, or "),
     case(
         "launch strategy=tensor strategy.tp=3 cluster.processes=3",

@@ -236,6 +236,17 @@ def not_chosen(name: str) -> str:
     return f"{name}: {section} is not among the chosen {group.rstrip('s')}s\n  fix: {fix}"
 
 
+def with_unit(word: str, argv: Sequence[str]) -> str:
+    """Join a unit to the number before it: cluster.mem=64 GB. "" if it is none."""
+    before = argv[argv.index(word) - 1] if word in argv[1:] else ""
+    found = re.fullmatch(r"([\w.]+)=([\d.]+)", before)
+    if not word.isalpha() or not found or found[1] not in known_settings():
+        return ""
+    # of a setting that only the typed option of its group has, nothing is known
+    is_text = accepted(found[1], f"{found[2]}{word}") or not accepted(found[1], found[2])
+    return f"{before}{word}" if is_text else ""
+
+
 def probably_meant(word: str, argv: Sequence[str] = ()) -> str:
     """Guess the intended override for `fsdp`, `strategy:fsdp`, `train.steps = 5`, `net.py` or `run_dir=a=b`.
 
@@ -257,6 +268,12 @@ def probably_meant(word: str, argv: Sequence[str] = ()) -> str:
         key, kind, bounds = drawn[1], drawn[2], ",".join(drawn[3].replace(" ", "").split(",")[:2])
         space = f"{'range' if 'int' in kind else 'interval'}({bounds})"
         return f"'{key}={f'tag(log,{space})' if 'log' in kind else space}'   (for dtrain search)"
+    if nested := re.fullmatch(r"(\w+)=([\w.]+)=(\S*)", word):  # train=steps=3
+        meant = f"{nested[1]}.{nested[2]}"
+        if meant in known_settings() and accepted(meant, nested[3]):
+            return f"{meant}={nested[3]}"
+    if together := with_unit(word, argv):
+        return together
     if word in argv and (word in GROUPS or word in known_settings()):
         following = [part for part in argv[argv.index(word) + 1 :][:2] if part != "="]
         if following and accepted(word, following[0].lstrip("=")):  # strategy fsdp, train.steps = 5
@@ -272,6 +289,10 @@ def probably_meant(word: str, argv: Sequence[str] = ()) -> str:
     if pair is None:
         return "key=value"
     key, value = pair[1] or pair[3], (pair[2] or "").strip("=")
+    before = argv[argv.index(word) - 1] if word in argv[1:] else ""
+    if pair[3] and word not in known_settings() and re.fullmatch(r"[\w.]+=[^'\"]+", before):  # run_dir=my folder
+        name, _, begun = before.partition("=")
+        return f"leave out {word}; if it belongs to the value before it: '{name}=\"{begun} {word}\"'"
     if value.startswith("[") and value.endswith("]") and "=" in value:  # [--cpu-bind=none]
         items = ",".join(f'"{item.strip()}"' for item in value[1:-1].split(","))
         return f"'{key}=[{items}]'"

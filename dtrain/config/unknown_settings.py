@@ -97,6 +97,8 @@ def unknown_setting(name: str, value: str, argv: Sequence[str] = ()) -> str:
         file = f" strategy.deepspeed_config={value}" if value.endswith(".json") else ""
         return f"{name}: there is no such setting\n  fix: strategy={stage}{file}   ({note})"
     ours, leaf = foreign(name), name.rpartition(".")[2]
+    if ours == "cluster.processes" and re.search("gpu|nproc", leaf) and value and has_nodes(argv):
+        return f"{name}: there is no such setting\n  fix: cluster.gpus_per_node={value}   (dtrain explain cluster)"
     if ours == "resume" and name.startswith("checkpoint.") and value and not Path(value).exists():  # where to save
         note = "where the run is saved; resume=RUN continues one"
         return f"{name}: there is no such setting\n  fix: run_dir={value}   ({note})"
@@ -118,6 +120,13 @@ def unknown_setting(name: str, value: str, argv: Sequence[str] = ()) -> str:
         fix = f"{'' if is_chosen else f'{group}={option} '}{ours}={taken or '…'}"
         return f"{name}: there is no such setting\n  fix: {fix}   (dtrain explain {group}={option})"
     return str(unknown(name, known_settings(), taken, lambda near: not value or accepted(near, value) is not None))
+
+
+def has_nodes(argv: Sequence[str]) -> bool:
+    """Is a cluster typed whose nodes have a number of GPUs?"""
+    typed = [word.partition("=")[2] for word in argv if word.startswith("cluster=")]
+    option = typed[-1] if typed else default_options()["cluster"]
+    return option in options_of("cluster") and "gpus_per_node" in read_yaml(CONF / "cluster" / f"{option}.yaml")
 
 
 def steps_of(ratio: str, argv: Sequence[str]) -> int | None:

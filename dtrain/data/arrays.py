@@ -76,11 +76,16 @@ def without_numbers(name: str, part: Any, values: Any) -> ValueError:
     if text:
         rule = f"column{'s' * (len(text) > 1)} {', '.join(text)} of its table: no numbers"
         return bad("data", name, rule, f"numbers in place of text and dates, or df.drop(columns={text})")
-    rule = f"has an array of {np.asarray(values).dtype}, not of numbers"
-    shapes = {getattr(value, "shape", None) for value in values} if isinstance(values, np.ndarray) else {None}
-    if None not in shapes:  # an array in each place
+    array = np.asarray(values)
+    rule = f"has an array of {array.dtype}, not of numbers"
+    if found := next((str(one) for one in array.flat if isinstance(one, str)), None):
+        classes = "np.unique(y, return_inverse=True)[1] numbers the classes of an array y of text"
         fix = (
-            "one array: np.stack(list(…)).astype('float32')" if len(shapes) == 1 else "arrays of one shape: pad or crop"
+            classes if array.ndim == 1 else "leave out the columns of text, or number their values: pd.get_dummies(df)"
         )
+        return bad("data", name, f"{rule}: it has the text {found!r:.40}", fix)
+    if array.ndim == 1 and len(array) and all(isinstance(one, np.ndarray) for one in array):  # an array in each place
+        alike = len({one.shape for one in array}) == 1
+        fix = "one array: np.stack(list(…)).astype('float32')" if alike else "arrays of one shape: pad or crop"
         return bad("data", name, f"{rule}: each of its elements is an array", fix)
     return bad("data", name, rule, 'numbers: tensors or arrays, if need be with .astype("float32")')

@@ -108,7 +108,24 @@ def in_recipe(message: str, argv: list[str]) -> str:
     if key in typed or not path.is_file():
         return message
     with contextlib.suppress(OSError, ValueError):
-        word = re.compile(rf"(^|[\s/{{,]){re.escape(key.rpartition('.')[2])}\s*:")
-        lines = [n for n, line in enumerate(read_text(path).splitlines(), 1) if word.search(line)]
-        return f"{path}:{lines[0]}: {message}" if len(lines) == 1 else message
+        word = re.compile(rf"(^|[\s/{{,])({re.escape(key)}|{re.escape(key.rpartition('.')[2])})\s*:\s*([^#{{}},]*)")
+        found = [
+            (n, at[3].strip()) for n, line in enumerate(read_text(path).splitlines(), 1) if (at := word.search(line))
+        ]
+        if len(found) == 1:
+            number, value = found[0]
+            return f"{path}:{number}: {as_yaml(message, value)}"
     return message
+
+
+def as_yaml(message: str, value: str) -> str:
+    """Return the message with its fix as a line of a file: `optim.lr=…` becomes `optim: {lr: 0.1}`."""
+    what, _, fix = message.partition("\n  fix: ")
+    typed = re.match(r"([a-z_]\w*)((?:\.\w+)+)=(\S+)", fix)
+    if not what.endswith("there is no such setting") or typed is None:
+        return message
+    *sections, last = typed[2][1:].split(".")
+    inner = f"{last}: {value if typed[3] == '…' and value else typed[3]}"
+    for section in reversed([typed[1], *sections]):
+        inner = f"{section}: {{{inner}}}"
+    return f"{what}\n  fix: {inner}{fix[typed.end() :]}"

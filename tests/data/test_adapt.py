@@ -134,6 +134,11 @@ def test_arrays() -> None:
     assert adapted("d", (np.ones((2, 2), np.complex64), np.ones(2))).inputs.dtype == torch.complex64
     with pytest.raises(ValueError, match="array of <U1, not of numbers"):
         adapted("d", (np.ones((2, 2)), np.array(["a", "b"])))
+    mixed = np.array([[1.0, "Berlin"], [2.0, "Rom"]], object)
+    with pytest.raises(ValueError, match=r"it has the text 'Berlin'\n  fix: leave out the columns of text"):
+        adapted("d", (mixed, np.ones(2)))
+    with pytest.raises(ValueError, match=r"the text 'a'\n  fix: np\.unique\(y, return_inverse=True\)"):
+        adapted("d", (np.ones((2, 2)), np.array(["a", "b"])))
     rows = np.empty(4, object)
     rows[:] = [np.ones(3)] * 4
     with pytest.raises(ValueError, match=r"each of its elements is an array\n  fix: one array: np\.stack"):

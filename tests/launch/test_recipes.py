@@ -22,6 +22,15 @@ def test_a_recipe_is_a_start_and_the_command_line_wins(started: list[Path], tmp_
     assert config["choices"]["recipe"] == "my own"
 
 
+@pytest.mark.parametrize("line", ["lr: 0.1", "optim.lr: 0.1"])
+def test_a_fix_for_a_recipe_is_a_line_of_it(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"train: {{steps: 3}}\n{line}\n")
+    assert main(["launch", f"recipe={recipe}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{recipe}:2: {line.partition(':')[0]}: there is no" in error and "fix: optim: {lr: 0.1}" in error, error
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -44,6 +44,7 @@ Exit codes: 0 there is a plan (even if nothing fits), 2 bad configuration."""
 FLAGS = ("--json", "--all", "--explain", "--largest-model", "--largest-micro-batch")
 VALUES = ("--tokens", "--gpus-for", "--config-dir", "--stack")
 QUESTIONS = ("--gpus-for", "--largest-model", "--largest-micro-batch")
+WORDS = {"thousand": "K", "million": "M", "billion": "B", "trillion": "T"}
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
@@ -100,8 +101,10 @@ def read_options(argv: Sequence[str]) -> Options:
         elif name in VALUES:
             if not equals:
                 value = rest.pop(0) if rest else ""
-                if name == "--tokens" and rest and rest[0].upper() in UNITS:  # --tokens 300 B
-                    value += rest.pop(0)
+                unit = WORDS.get(rest[0].lower(), rest[0].upper()) if rest else ""
+                if name == "--tokens" and unit and unit in UNITS:  # --tokens 300 B, 300 billion
+                    value += unit
+                    del rest[0]
             setattr(options, name[2:].replace("-", "_"), READ[name](name, value) if name in READ else value)
         else:
             if name in ("-m", "--multirun"):

@@ -355,6 +355,10 @@ def test_calibrate_is_another_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [["--out", "x.yaml"]]
 
 
+def test_a_unit_may_be_a_word() -> None:
+    assert command.read_options(["--tokens", "300", "billion"]).tokens == 3e11
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("300B", 3e11), ("1.5T", 1.5e12), ("26e6", 26e6), ("1000", 1e3), ("2k", 2e3), ("1_000", 1e3)]
 )
