@@ -27,7 +27,9 @@ from dtrain.runs.live import sampled
 from dtrain.runs.metrics import gpus_of, rows, system_files
 from dtrain.runs.record import Record, run_folders
 from dtrain.runs.record import load as load_records
-from dtrain.ui.tables import COLUMNS, cell, compare, point
+from dtrain.ui.comparison import compare
+from dtrain.ui.sweep_table import point
+from dtrain.ui.tables import COLUMNS, cell
 from dtrain.util.format import clean, number, short_path
 
 if TYPE_CHECKING:

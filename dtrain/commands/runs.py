@@ -15,8 +15,10 @@ from dtrain.runs.find import find_run
 from dtrain.runs.folder import read_json
 from dtrain.runs.record import ROOTS, all_runs, load, read_run, run_folders
 from dtrain.runs.where import chosen
+from dtrain.ui.comparison import compare, print_compare
 from dtrain.ui.console import print_error, print_summary, say, stdout_console
-from dtrain.ui.tables import compare, point, print_compare, print_points, print_runs, say_problem, sort_runs
+from dtrain.ui.sweep_table import point, print_points
+from dtrain.ui.tables import print_runs, say_problem, sort_runs
 from dtrain.util.format import counted, without_nan
 
 CHANGES = {

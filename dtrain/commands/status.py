@@ -18,7 +18,8 @@ from dtrain.runs.metrics import system_files
 from dtrain.runs.record import Record, load
 from dtrain.runs.slurm_queue import show
 from dtrain.ui.console import next_commands, places, say, slow_ranks, stdout_console
-from dtrain.ui.tables import STYLES, print_sweep, say_problem
+from dtrain.ui.sweep_table import print_sweep
+from dtrain.ui.tables import STYLES, say_problem
 from dtrain.util.format import as_dict, counted, duration, loss_text, number, shell_path, short_path, si, without_nan
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from dtrain.runs.live import FILES_S, Glance, LiveRun, Queue
 from dtrain.runs.record import ROOTS, all_runs
 from dtrain.ui.console import stdout_console
 from dtrain.ui.lines import keys_line
-from dtrain.ui.tables import point
+from dtrain.ui.sweep_table import point
 from dtrain.ui.watch import run_page
 from dtrain.ui.watch_list import list_page
 from dtrain.util.format import short_path

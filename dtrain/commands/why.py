@@ -15,7 +15,8 @@ from dtrain.runs.find import find_run
 from dtrain.runs.record import Record, load
 from dtrain.runs.search_journal import JOURNAL, STUDY
 from dtrain.ui.console import say, stdout_console
-from dtrain.ui.tables import ENDED_EARLY, STYLES, not_started, own_words, point, point_text, say_problem
+from dtrain.ui.sweep_table import ENDED_EARLY, not_started, own_words, point, point_text
+from dtrain.ui.tables import STYLES, say_problem
 from dtrain.util.format import clean, counted, shell_path, short_path, without_nan
 
 if TYPE_CHECKING:

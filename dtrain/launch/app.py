@@ -63,7 +63,7 @@ from dtrain.runs.protocol import (
 from dtrain.start import VARIABLE
 from dtrain.start import began as process_began
 from dtrain.strategies import deepspeed_config
-from dtrain.ui import console, tables
+from dtrain.ui import console, sweep_table
 from dtrain.ui.unread import unbroken_output
 from dtrain.util.format import counted, shell_path
 
@@ -265,7 +265,7 @@ class Gate(Callback):
         folder = Path(config.hydra.sweep.dir)
         with raise_through_hydra():
             submitted = sweeps.submit(folder, self.asked)
-        tables.print_sweep(sweeps.points(folder))
+        sweep_table.print_sweep(sweeps.points(folder))
         jobs = f"submitted {counted(len(submitted), 'job')}; " if submitted else ""
         print(f"{jobs}the table at any time: dtrain runs {shell_path(folder)}")
 
@@ -343,7 +343,7 @@ def run(cfg: DictConfig, argv: list[str], began: float) -> int:
         if code in (BAD_CONFIG, FAILED) and kept.exists() and latest_checkpoint(run_dir) == newest:
             os.replace(kept, past)  # no checkpoint with the new settings: the next resume uses the old ones
     if code == PREEMPTED and in_sweep:  # stopping one job stops the sweep
-        tables.print_sweep(sweeps.points(run_dir.parent))
+        sweep_table.print_sweep(sweeps.points(run_dir.parent))
         print("the same command continues the sweep")
         raise SystemExit(PREEMPTED)
     return code

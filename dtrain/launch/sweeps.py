@@ -18,7 +18,7 @@ from dtrain.launch import compose_cache
 from dtrain.launch.cluster import build_cluster
 from dtrain.runs import record as records
 from dtrain.runs.folder import last_launch, read_json, write_json
-from dtrain.ui.tables import SWEEP as SWEEP
+from dtrain.ui.sweep_table import SWEEP as SWEEP
 from dtrain.util.format import as_dict
 
 LOCK = ".lock"  # held by the command that is working in the folder

@@ -14,9 +14,11 @@ from dtrain.api import Result
 from dtrain.commands.search.request import check_options, has_own_metrics
 from dtrain.runs.folder import newest_metrics
 from dtrain.runs.record import read_run
+from dtrain.ui.comparison import compare
 from dtrain.ui.console import print_summary
 from dtrain.ui.progress import Monitor
-from dtrain.ui.tables import compare, print_points, print_runs, sort_runs
+from dtrain.ui.sweep_table import print_points
+from dtrain.ui.tables import print_runs, sort_runs
 
 STEPS = [
     {"step": 1, "loss": 3.0, "train_mae": 0.75, "own": ["train_mae"], "step_s": 0.1, "tokens_per_s": 10.0},

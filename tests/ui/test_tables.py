@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from dtrain.commands.runs import main as runs_main
 from dtrain.report.why import diagnose
 from dtrain.runs.record import Record
-from dtrain.ui.tables import compare, print_compare, print_runs, print_sweep, sort_runs
+from dtrain.ui.comparison import compare, print_compare
+from dtrain.ui.sweep_table import print_sweep
+from dtrain.ui.tables import print_runs, sort_runs
 from tests import rundirs
 from tests.rundirs import lines, list_runs, make, plain, sweep, terminal
 

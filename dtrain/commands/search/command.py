@@ -20,7 +20,7 @@ from dtrain.launch import sweeps
 from dtrain.launch.compose import compose
 from dtrain.runs.folder import read_json
 from dtrain.runs.protocol import DONE, FAILED
-from dtrain.ui import console, tables
+from dtrain.ui import console, sweep_table
 from dtrain.ui.unread import unbroken_output
 from dtrain.util.format import shell_path
 
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
 
             code = Search(folder, request).run()
         if runs := sweeps.points(folder):
-            tables.print_sweep(runs)
+            sweep_table.print_sweep(runs)
             print(f"results dtrain runs {shell_path(folder)}")
     return code
 
