@@ -95,8 +95,7 @@ def cli_page() -> str:
         "| 130 | interrupted before a run began |", "",
         "2 is what a check of dtrain refuses: settings, files, and a model, data set, loss or hook of yours that does",
         "not fit, before the ranks start or in their first step. 3 is what Python or torch raises while your code",
-        "runs, also in the first step; the last screen then names your line. Where dtrain knows what that error means",
-        "for a model, data set or loss, it says so, and the code is 2.", "",
+        "runs, also in the first step: the last screen names your line, with a `fix:` where dtrain knows one.", "",
         "Error messages go to stderr. `HYDRA_FULL_ERROR=1` adds the traceback.", "",
         "## dtrain", "", *fenced(help_text()),
     ]  # fmt: skip
