@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtrain.config.files import GROUPS, SEVERAL, flatten, setting_prefix
+from dtrain.config.files import GROUPS, SEVERAL, flatten, options_of, setting_prefix
 from dtrain.config.source_files import names_under_main
 from dtrain.errors import bad
 from dtrain.launch.object_fixes import (
@@ -60,6 +60,8 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
             folders += places
         elif key in GROUPS:
             thing, details = parts_of(key, value)
+            if isinstance(thing, str):
+                check_not_quoted(key, thing)
             if thing is not None:
                 name, folder = (thing, None) if isinstance(thing, str) else name_of(key, thing)
                 options.append(f"{key}={name}")
@@ -71,6 +73,13 @@ def spell(given: Mapping[str, Any]) -> tuple[list[str], list[Path]]:
         for name, item in flatten(plain_keys(key, details)).items() if details else ():
             settings.append(f"{key}.{name}={value_of(f'{key}.{name}', item)}")
     return options + settings, folders
+
+
+def check_not_quoted(group: str, name: str) -> None:
+    """Refuse the name of a class of the script as text: a file beside it may have another class of that name."""
+    main = sys.modules["__main__"]
+    if name.isidentifier() and name not in options_of(group) and is_code(getattr(main, name, None)):
+        raise bad(group, f'"{name}"', "is the name of a class or function of this script, as text", f"{group}={name}")
 
 
 def spell_raw(key: str, value: Any) -> list[str]:

@@ -216,6 +216,9 @@ def mismatch(name: str, outputs: Tensor, targets: Tensor) -> ValueError:
         fix = f"loss=cross_entropy, if the targets are class numbers ({targets.dtype})"
     elif outputs.shape == (*targets.shape, 1):
         fix = "outputs.squeeze(-1) in forward, or targets[:, None] from the data"
+        fix += "" if is_float else "; and the targets as floating point numbers, .float()"
+    elif outputs.dim() == 3 and targets.shape == outputs.shape[:1] and not is_float:  # of a recurrent net
+        fix = "one set of scores for each sample: x[:, -1] or x.mean(1) of the sequence, before the last layer"
     return bad("loss", name, f"{shapes}, but it needs {wanted}", fix)
 
 

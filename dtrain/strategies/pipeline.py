@@ -31,6 +31,7 @@ SCHEDULES: dict[str, Any] = {
     "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
     "zbv": pipelining.ScheduleZBVZeroBubble,
 }
+BACKWARD = ("I", "W", "B", "SEND_B", "RECV_B", "WAIT_SEND_B")  # torch's names of actions; the last one since 2.15
 
 
 class TorchStage(pipelining.PipelineStage):
@@ -158,7 +159,7 @@ class Pipeline(Strategy):
         )
         if not train and not one_stage:  # torch's own eval() runs into a backward pass that does not exist
             for rank, actions in schedule.pipeline_order_with_comms.items():
-                forward = [a for a in actions if a.computation_type.value not in ("I", "W", "B", "SEND_B", "RECV_B")]
+                forward = [a for a in actions if a.computation_type.value not in BACKWARD]
                 schedule.pipeline_order_with_comms[rank] = forward
         return schedule
 

@@ -11,7 +11,8 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dtrain.errors import chain
 from dtrain.util.format import size_text
@@ -213,8 +214,25 @@ def names_of(thing: Any) -> list[str]:
     return [*own, *modules, *parts]
 
 
+def of_embedding(error: BaseException) -> str:
+    """Name the embedding that has too few rows for a number that it got; "" for another error."""
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inner: dict[str, Any] = next((own for own in reversed(frames) if isinstance(own.get("self"), nn.Embedding)), {})
+    if type(error) is not IndexError or not isinstance(numbers := inner.get("input"), Tensor) or not len(numbers):
+        return ""
+    embedding, low, high = inner["self"], int(numbers.min()), int(numbers.max())
+    models = (own["self"] for own in frames if isinstance(own.get("self"), nn.Module))
+    names = (name for model in models for name, module in model.named_modules() if module is embedding and name)
+    has = f"{next(names, 'an embedding')} has {embedding.num_embeddings} rows, and gets {low if low < 0 else high}"
+    if low == 0 and torch.equal(numbers.flatten().unique(), torch.arange(high + 1, device=numbers.device)):
+        return f"{has}, perhaps a position: shorter sequences, or more rows"
+    return f"{has}: more rows, or other numbers in the data"
+
+
 def hint(error: BaseException) -> str:
     """Return what to do about an error, or "" if nothing is known."""
+    if named := of_embedding(error):
+        return named
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, KeyError) and any("/pandas/core/" in file for file in files):
         return "pandas looks up labels, not places: .iloc[i], or .to_numpy() once in __init__"

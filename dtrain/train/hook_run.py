@@ -76,6 +76,7 @@ def meant(run: HookRun, error: Exception, frames: list[dict[str, Any]]) -> str:
         name, has = error.name or "", f"run has {', '.join(there)}"
     elif isinstance(error, KeyError) and frames and "metrics[" in frames[-1]["text"]:
         name, has = str(error.args[0]), f"run.metrics has {', '.join(run.metrics) or 'nothing yet'}"
+        has += f"; {name} after an evaluation: after_evaluation(run)" if name.startswith("val_") else ""
         there = []
     else:
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,15 @@ def test_each_option_elsewhere_becomes_an_argument() -> None:
 )
 def test_only_settings_are_respelled(fix: str, told: str) -> None:
     assert in_python(f"x: y\n  fix: {fix}", {}) == f"x: y\n  fix: {told}"
+
+
+def test_a_class_of_the_script_is_given_without_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Net(nn.Module): ...
+
+    monkeypatch.setattr(sys.modules["__main__"], "Net", Net, raising=False)
+    with pytest.raises(ValueError, match=r'model="Net": is the name of a class .*\n  fix: model=Net$'):
+        spell({"model": "Net"})
+    assert spell({"model": "gpt2-tiny"})[0] == ["model=gpt2-tiny"]
 
 
 def test_a_models_setting_may_have_the_name_of_a_group() -> None:

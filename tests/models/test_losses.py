@@ -67,6 +67,8 @@ WHOLE = torch.zeros(4, dtype=torch.int64)
         (F.cross_entropy, (4, 3), WHOLE[:, None], r"give the targets without .*\.squeeze"),
         (nn.CrossEntropyLoss(), (4, 6, 3), WHOLE[:, None].expand(4, 6), "loss=cross_entropy, which"),
         (nn.BCEWithLogitsLoss(), (4,), WHOLE, r"give the targets .*\.float"),
+        (nn.BCEWithLogitsLoss(), (4, 1), WHOLE, r"outputs\.squeeze\(-1\) .*; and the targets .*\.float\(\)"),
+        (losses.cross_entropy, (4, 6, 3), WHOLE, r"one set of scores for each sample: x\[:, -1\]"),
     ],
 )
 def test_what_does_not_fit_is_told_with_both_shapes_and_dtypes(

@@ -60,6 +60,9 @@ def pandas() -> Any:
     [
         (lambda: nn.Linear(4, 2)(nn.ReLU(torch.ones(4))), "nn.ReLU(…) makes a layer, and does not call it"),
         (lambda: nn.Sequential([nn.Linear(4, 2)]), "nn.Sequential(*layers)"),  # type: ignore[arg-type]
+        (lambda: nn.Embedding(8, 4)(torch.arange(16)), "has 8 rows, and gets 15, perhaps a position: shorter"),
+        (lambda: nn.Sequential(nn.Embedding(8, 4))(torch.tensor([3, 9])), "0 has 8 rows, and gets 9: more rows"),
+        (lambda: nn.Embedding(8, 4)(torch.tensor([3, -1])), "has 8 rows, and gets -1"),
         (lambda: nn.Linear(4, 2)(nn.LSTM(4, 4)(torch.ones(2, 3, 4))), "x, _ = layer(x)"),
         (lambda: nn.Conv2d(1, 2, 3)(torch.ones(1, 1, 8, 8).byte()), "x.float() / 255"),
         (

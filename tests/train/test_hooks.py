@@ -154,6 +154,7 @@ def test_an_error_names_the_hook_its_file_and_line(tmp_path: Path) -> None:
         (lambda run: run.scheduler, r"run has "),
         (lambda run: run.metrics["train_loss"], r'run\.metrics\["loss"\]; run\.metrics has loss, val_loss'),
         (lambda run: run.metrics["accuracy"], r"run\.metrics has loss, val_loss"),
+        (lambda run: run.metrics["val_accuracy"], r".*; val_accuracy after an evaluation: after_evaluation\(run\)"),
     ],
 )
 def test_what_a_run_does_not_have_leads_to_what_it_has(asks: Callable[[Any], Any], fix: str) -> None:
