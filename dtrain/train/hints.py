@@ -218,7 +218,7 @@ def of_embedding(error: BaseException) -> str:
     """Name the embedding that has too few rows for a number that it got; "" for another error."""
     frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
     inner: dict[str, Any] = next((own for own in reversed(frames) if isinstance(own.get("self"), nn.Embedding)), {})
-    if type(error) is not IndexError or not isinstance(numbers := inner.get("input"), Tensor) or not len(numbers):
+    if type(error) is not IndexError or not isinstance(numbers := inner.get("input"), Tensor) or not numbers.numel():
         return ""
     embedding, low, high = inner["self"], int(numbers.min()), int(numbers.max())
     models = (own["self"] for own in frames if isinstance(own.get("self"), nn.Module))
