@@ -69,8 +69,8 @@ def split(words: Sequence[str]) -> tuple[dict[Path, dict[str, Column]], list[str
             continue
         try:
             found = find_runs([word])
-        except ValueError:
-            if not there or "/" in word:
+        except ValueError as error:
+            if not there or "/" in word or "runs have that" in str(error):
                 raise
             near = difflib.get_close_matches(word, there, 1)
             hint = f"did you mean {near[0]}? " if near else ""

@@ -24,7 +24,7 @@ from dtrain.inference import service as services
 from dtrain.inference.decoder import Settings
 from dtrain.inference.engine import End, Request
 from dtrain.inference.export import checkpoint_of
-from dtrain.inference.sample import checked_config
+from dtrain.inference.sample import check_generates, checked_config
 from dtrain.runs.protocol import die_with_parent
 
 AHEAD = 4  # times the slots: prompts that may be computed before the first of them has ended
@@ -76,6 +76,7 @@ def encode(run_dir: Path, trust: list[str], texts: Sequence[str]) -> tuple[list[
     data = build(cfg.data, trust)
     if not hasattr(data, "encode"):
         raise bad("RUN", cfg.choices.data, "its data is no text", "a run of a language model")
+    check_generates(cfg)
     longest, vocabulary = int(cfg.model.seq_len), int(cfg.model.vocab_size)
     tokens, problems = [list(data.encode(text)) for text in texts], []
     for index, found in enumerate(tokens):

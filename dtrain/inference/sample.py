@@ -78,6 +78,14 @@ def filled(model: nn.Module, final: Final, device: torch.device, weights: Hashed
     return model.eval()
 
 
+def check_generates(cfg: Any) -> None:
+    """Reject a model of the user's: how it continues a text is not known."""
+    if not (cfg.model.get("vocab_size") and cfg.model.get("seq_len")):
+        rule = "dtrain generates text with its own gpt2 and llama"
+        fix = "dtrain export RUN FOLDER --format hf, and transformers' generate(); or RUN of one of these"
+        raise bad("model", cfg.choices.model, rule, fix)
+
+
 def sample(
     run_dir: Path,
     prompt: str,
@@ -102,6 +110,7 @@ def sample(
             f"data={cfg.choices.data}: is not text, so the model cannot generate text\n"
             "  fix: use the run of a language model"
         )
+    check_generates(cfg)
     device = next(model.parameters()).device
     tokens = torch.tensor([list(data.encode(prompt or "\n"))], dtype=torch.int64, device=device)
     if not tokens.numel():

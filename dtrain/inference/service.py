@@ -25,7 +25,7 @@ from dtrain.inference.decoder import Decoder
 from dtrain.inference.engine import Engine, copy_weights
 from dtrain.inference.export import Final, check_shapes
 from dtrain.inference.openai_api import ApiError, text
-from dtrain.inference.sample import load_model
+from dtrain.inference.sample import check_generates, load_model
 from dtrain.strategies.materialize import set_stream
 
 log = logging.getLogger("dtrain")
@@ -89,6 +89,7 @@ class TextService:
         self.data = build(cfg.data, trust)
         if not hasattr(self.data, "encode"):
             raise bad("RUN", cfg.choices.model, "its data is no text, and it has no classes", "another run")
+        check_generates(cfg)
         self.vocabulary = int(cfg.model.vocab_size)
         longest = int(cfg.model.seq_len)
         if context is not None and not 2 <= context <= longest:

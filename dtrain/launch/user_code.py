@@ -81,7 +81,7 @@ def trusted(argv: list[str]) -> list[str]:
 def trust_of(argv: list[str]) -> list[str]:
     """Return the modules that these arguments trust: those in trust=[…] and those of dotted names typed as options."""
     given = dict(a.split("=", 1) for a in argv if "=" in a)
-    listed = [word.strip() for word in given.get("trust", "[]").strip("[]").split(",")]
+    listed = re.findall(r"[^\W\d][\w.]*", given.get("trust", ""))  # [a,b], or ['a','b'] of dtrain.fit
     names = [name for group in GROUPS for name in named(given.get(group, "")) if DOTTED.fullmatch(name)]
     modules = [name.rpartition(".")[0] for name in names if not name.startswith("dtrain.")]
     return [word for word in dict.fromkeys([*listed, *modules]) if word]

@@ -72,10 +72,9 @@ def train(run: Run, saver: background.Saver, stop: process.StopRequest, position
         stragglers.read(vote)
 
         is_last = run.step == run.last_step or stopping
-        may_evaluate = (
-            run.hooks.follows_evaluations() or not stopping
-        )  # a hook may count evaluations, and a resume must count alike
-        eval_due = may_evaluate and (run.step == run.last_step or _every(settings.eval_every, run.step))
+        # a stop leaves out an evaluation, unless a hook or keep_best compares it with others: a resume must do alike
+        may_evaluate = not stopping or run.hooks.follows_evaluations() or bool(saves.get("keep_best"))
+        eval_due = run.step == run.last_step or (may_evaluate and _every(settings.eval_every, run.step))
         on_disk = saves.save and (is_last or _every(saves.every, run.step))
         save_due = on_disk or _every(saves.peer_every, run.step)
         pending.add(result, run.step, run.samples, lr, data_s)

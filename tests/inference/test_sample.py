@@ -16,7 +16,8 @@ from torch import nn
 from dtrain.checkpoint import store
 from dtrain.checkpoint.initial_weights import Drawn
 from dtrain.cli import main
-from dtrain.inference.sample import generate, pick, sample
+from dtrain.config.run_file import Settings
+from dtrain.inference.sample import check_generates, generate, pick, sample
 from dtrain.models.gpt2 import GPT2
 from dtrain.models.layers import Cache
 from dtrain.models.llama import Llama
@@ -171,3 +172,10 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.Ca
     (folder / "launch.json").write_text('{"launches": []}')
     assert main(["sample", str(folder), "x"]) == 2
     assert "has no checkpoint yet" in capsys.readouterr().err
+
+
+def test_a_model_of_the_user_generates_elsewhere() -> None:
+    with pytest.raises(
+        ValueError, match=r"model=hf:mine: dtrain generates text .*\n  fix: dtrain export "
+    ):
+        check_generates(Settings({"model": {"folder": "mine"}, "choices": {"model": "hf:mine"}}))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.cli import main
+from dtrain.launch.user_code import trust_of
 from tests.launch.dry_launches import started
 
 __all__ = ["started"]
@@ -24,3 +25,9 @@ def test_a_mistake_in_your_own_file_is_told(
     )
     error = capsys.readouterr().err
     assert "broken_net.py:1 is not valid Python" in error and "fix: correct broken_net.py:1" in error
+
+
+@pytest.mark.parametrize("typed", ["[net]", "net", "['net']", '["net"]', "[net,]"])
+def test_a_trusted_module_as_the_shell_and_python_spell_it(typed: str) -> None:
+    assert trust_of([f"trust={typed}"]) == ["net"]
+    assert trust_of(["trust=[]"]) == trust_of([]) == []

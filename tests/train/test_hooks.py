@@ -88,6 +88,17 @@ def test_state_moves_to_another_strategy_and_number_of_ranks(tmp_path: Path) -> 
     assert [line["seen"] for line in metrics(run) if "seen" in line] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize(
+    ("at", "saves", "evaluated"), [(5, "null", {2, 4, 6}), (3, "null", {2}), (3, "val_loss", {2, 4})]
+)
+def test_a_stop_leaves_out_no_evaluation_that_counts(at: int, saves: str, evaluated: set[int], tmp_path: Path) -> None:
+    """The last one is the result of the run, and keep_best compares each of them."""
+    run = hooked(tmp_path, f"hooks.Stops.at={at}", f"checkpoint.keep_best={saves}", hooks=f"hooks={OWN}.Stops", size=1)
+    train(run)
+    assert summary(run)["status"] == ("done" if at == 5 else "preempted")
+    assert {line["step"] for line in metrics(run) if "val_loss" in line} == evaluated
+
+
 def test_a_hook_that_is_never_called_is_warned_of() -> None:
     found = {}
     for name in ("Likelihood", "Everything"):
