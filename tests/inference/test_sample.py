@@ -175,7 +175,5 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_model_of_the_user_generates_elsewhere() -> None:
-    with pytest.raises(
-        ValueError, match=r"model=hf:mine: dtrain generates text .*\n  fix: dtrain export "
-    ):
+    with pytest.raises(ValueError, match=r"model=hf:mine: dtrain generates text .*\n  fix: dtrain export "):
         check_generates(Settings({"model": {"folder": "mine"}, "choices": {"model": "hf:mine"}}))
