@@ -39,7 +39,7 @@ def check(config: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
         rule = f"needs {gib(needs)} on each GPU ({most} …), and hardware={plan['hardware']} has {gib(limit)}"
         raise bad("strategy", plan["strategy"], rule, f"{way_out(config)}; or force=true to start anyway")
     if needs > limit:
-        rule = "it is started all the same, as predictions of activations may be too high"
+        rule = f"it is started all the same, as estimates may be {CERTAIN - 1:.0%} too high"
         log.warning("memory: predicted not to fit, %s; %s. Safer: %s", memory_text(memory), rule, way_out(config))
     elif needs + (finite(memory.get("reserve")) or 0.0) > limit:
         log.warning("memory is tight: %s, and it may run out. Safer: %s", memory_text(memory), way_out(config))

@@ -36,6 +36,17 @@ def test_a_warm_up_longer_than_the_run() -> None:
     assert not list(warnings(compose(*overrides, "schedule.warmup_steps=100")))
 
 
+@pytest.mark.parametrize(("micro", "words"), [(6, "predicted not to fit, 8"), (7, "strategy=fsdp: needs"), (3, "")])
+def test_what_is_above_the_memory_of_a_gpu_is_not_called_tight(
+    micro: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = "model=llama-7b hardware=h100 cluster.processes=8 strategy=fsdp activation_checkpointing=ops precision=bf16"
+    batch = [f"train.micro_batch_size={micro}", f"train.global_batch_size={8 * micro}", "dry_run=true"]
+    assert main(["launch", *given.split(), *batch]) == 2 * (micro == 7)
+    error = capsys.readouterr().err
+    assert words in error and "tight" not in error, error
+
+
 def test_a_loss_whose_arguments_are_named_the_other_way_round(tmp_path: Path) -> None:
     (tmp_path / "losses_of_keras.py").write_text(
         "class Loss:\n    def forward(self, labels, logits): ...\n\n\ndef keras(y_true, y_pred): ...\n\n\n"
