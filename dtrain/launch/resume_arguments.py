@@ -154,8 +154,9 @@ def store_as_run(run_dir: Path, overridden: list[str], as_fork: bool = False) ->
     if as_fork:
         config.pop("fork", None)
         config.pop("tags", None)
-        if config.get("name") == f"{choices.get('model')}-{choices.get('strategy')}":  # not typed
-            config.pop("name")
+        name = config.pop("name", None)
+        if isinstance(name, str) and name != f"{choices.get('model')}-{choices.get('strategy')}":  # typed
+            config["name"] = f"{name.removesuffix('-fork')}-fork"  # the old name still means the old run
     as_dict(config.get("train")).pop("stop_after", None)  # applied only to the launch that stopped
     for name in ("path", "python"):  # must be typed again, like all code; see check_program
         as_dict(config.get("script")).pop(name, None)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dtrain.commands.verify.compare import SMALL
+from dtrain.config import run_file
 from dtrain.launch.app import main
 from dtrain.runs.folder import checkpoints, read_json
 from tests.world import losses, summary
@@ -27,7 +28,7 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("parent") / "run"
-    assert main([*SETTINGS, f"run_dir={run}", "tags=[base]"]) == 0
+    assert main([*SETTINGS, f"run_dir={run}", "name=base", "tags=[base]"]) == 0
     return run
 
 
@@ -77,6 +78,8 @@ def test_a_fork_with_the_same_settings_computes_the_same_and_leaves_its_parent_a
     grandchild = tmp_path / "grandchild"
     words = ["optim=sgd", "optim.lr=0.01", "data.seed=5", "train.steps=8", f"run_dir={grandchild}"]
     assert main([f"fork={child}@6", *words]) == 0
+    names = [run_file.load(run)["name"] for run in (parent, child, grandchild)]
+    assert names == ["base", "base-fork", "base-fork"], "the old name still means the old run"
     said = capsys.readouterr().out
     assert "with its weights, step; another optimizer starts anew; other data is read from its start" in said
     found = summary(grandchild)
