@@ -111,7 +111,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bytes(
 ) -> None:
     out = tmp_path / "out.jsonl"
     chance = random.Random(kills)
-    sizes = []
+    kept = 0
     for number in range(kills):
         argv = command(run, prompts, out, "--processes", str(2 - number % 2))
         before = out.stat().st_size if out.exists() else 0
@@ -127,12 +127,15 @@ def test_killed_at_any_moment_it_ends_with_the_same_bytes(
         assert process.returncode == -9, "it was killed on the way"
         until(lambda: not any(map(is_alive, children)), "no process is left")  # noqa: B023
         data = out.read_bytes() if out.exists() else b""
-        assert undisturbed.startswith(data) and len(data) < len(undisturbed)
-        sizes.append(len(data))
+        assert undisturbed.startswith(data) and len(data) >= kept, "each began with what was there"
+        if len(data) == len(undisturbed):  # on a fast machine: the next kills come on the way again
+            data = b"".join(data.splitlines(keepends=True)[:12])
+            out.write_bytes(data)
+        kept = len(data)
         if number % 2:  # what a kill within a write leaves
             rest = undisturbed[len(data) :].partition(b"\n")[0]
             out.write_bytes(data + rest[: chance.randint(1, len(rest))])
-    assert sizes[0] > 0 and sizes == sorted(sizes), "each began with what was there"
+    assert kept > 0
     assert main(command(run, prompts, out)) == 0
     assert out.read_bytes() == undisturbed
     assert main(command(run, prompts, out)) == 0, "there is nothing to do"
